@@ -161,34 +161,36 @@ class WebShards:
         self.paths = list(expand(pattern))
         indices = _indices(self.paths)
         # Arrays, not a million objects: those would be copied into every worker that only looks at them.
-        keys, *numbers = zip(*(entry for index in indices for entry in index), strict=True)
-        offsets, sizes, labels = (torch.tensor(column) for column in numbers)
-        if classes is not None:
-            _refuse_other_labels(pattern, labels, classes)
+        entries = ((key, shard, *place) for shard, index in enumerate(indices) for key, *place in index)
+        keys, *columns = zip(*entries, strict=True)
+        *places, labels = torch.tensor(columns)  # shard, offset, size
+        low, high = int(labels.min()), int(labels.max())
+        if classes is not None and high >= classes:  # which fails deep within the loss, on a GPU without saying why
+            from_1 = low > 0 and high == classes
+            hint = "they seem to count from 1: take 1 from each" if from_1 else "set task.model.num_classes"
+            labelled = f"labels from {low} to {high} for {classes} classes, which are numbered 0 to {classes - 1}"
+            raise SHARDS.damaged(pattern, f"{labelled}; {hint}")
         chosen = choose(labels, split, every, pattern)
-        shards = torch.arange(len(indices)).repeat_interleave(torch.tensor([len(index) for index in indices]))
-        self.labels, self._offsets, self._sizes = labels[chosen], offsets[chosen], sizes[chosen]
-        self._shards, self._keys = shards[chosen], np.array([key.encode() for key in keys])[chosen.numpy()]
-        self.classes = tuple(str(label) for label in range(classes or int(labels.max()) + 1))
+        self.labels, self._places = labels[chosen], torch.stack(places, 1)[chosen]
+        self._keys = np.array([key.encode() for key in keys])[chosen.numpy()]
+        self.classes = tuple(str(label) for label in range(classes or high + 1))
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def read(self, index: int) -> Image:
-        path = self.paths[int(self._shards[index])]
-        try:
-            with path.open("rb") as file:
-                file.seek(int(self._offsets[index]))
-                content = file.read(int(self._sizes[index]))
-        except OSError as error:
-            raise SHARDS.damaged(path, error) from error
+        shard, offset, size = self._places[index].tolist()
+        path = self.paths[shard]
+        with SHARDS.reading(path), path.open("rb") as file:
+            file.seek(offset)
+            content = file.read(size)
         return SHARDS.image(content, f"{path}:{self._keys[index].decode()}")
 
     def order(self, seed: int, epoch: int) -> Tensor:
         """The order of an epoch: shards in random order, their images shuffled within groups of 16 shards."""
         place = torch.argsort(epoch_order(len(self.paths), seed, epoch))
         shuffled = epoch_order(len(self), seed, epoch)
-        group = place[self._shards[shuffled]] // SHARDS_AT_ONCE
+        group = place[self._places[shuffled, 0]] // SHARDS_AT_ONCE
         return shuffled[torch.argsort(group, stable=True)]
 
 
@@ -230,18 +232,16 @@ def _indices(paths: Sequence[Path]) -> list[list[Entry]]:
     """Of each shard. Processes begin at different ones and use the indices that others have written meanwhile."""
     rank, world = processes.rank_and_world_size()
     first = rank * len(paths) // world
-    turn = [*range(first, len(paths)), *range(first)]
+    turn = [*paths[first:], *paths[:first]]
     with ThreadPoolExecutor(READERS) as readers:
-        found = dict(zip(turn, readers.map(lambda number: _index(paths[number]), turn), strict=True))
-    return [found[number] for number in range(len(paths))]
+        found = dict(zip(turn, readers.map(_index, turn), strict=True))
+    return [found[path] for path in paths]
 
 
 def _index(path: Path) -> list[Entry]:
     """The kept index, if the tar file is still the same; else its headers are read, and the result is kept."""
-    try:
+    with SHARDS.reading(path):
         status = path.stat()
-    except OSError as error:
-        raise SHARDS.damaged(path, error) from error
     made_of = [status.st_size, status.st_mtime_ns]
     kept = path.with_name(f".{path.name}.index.json")
     with suppress(OSError, AcutanceError):  # none yet, or not a whole one
@@ -258,21 +258,19 @@ def _index(path: Path) -> list[Entry]:
 def _read_headers(path: Path) -> list[Entry]:
     images: dict[str, tarfile.TarInfo] = {}
     labels: dict[str, int] = {}
-    try:
-        with tarfile.open(path, "r:") as archive:
-            for member in archive:
-                folder, slash, file = member.name.rpartition("/")
-                name, _, suffix = file.partition(".")  # webdataset's key ends at the first dot
-                key = folder + slash + name
-                is_image = f".{suffix}".lower() in SUFFIXES
-                if (is_image or suffix == "cls") and (not member.isreg() or member.issparse()):
-                    raise ValueError(f"{member.name!r} is a link or another kind of member, not a plain file")
-                if is_image:
-                    images[key] = member
-                elif suffix == "cls":
-                    labels[key] = _label(archive, member)
-    except (tarfile.TarError, OSError, ValueError, RecursionError, MemoryError) as error:  # of headers upon headers
-        raise SHARDS.damaged(path, error) from error
+    errors = tarfile.TarError, ValueError, RecursionError, MemoryError  # the latter two of headers upon headers
+    with SHARDS.reading(path, *errors), tarfile.open(path, "r:") as archive:
+        for member in archive:
+            folder, slash, file = member.name.rpartition("/")
+            name, _, suffix = file.partition(".")  # webdataset's key ends at the first dot
+            key = folder + slash + name
+            is_image = f".{suffix}".lower() in SUFFIXES
+            if (is_image or suffix == "cls") and (not member.isreg() or member.issparse()):
+                raise ValueError(f"{member.name!r} is a link or another kind of member, not a plain file")
+            if is_image:
+                images[key] = member
+            elif suffix == "cls":
+                labels[key] = _label(archive, member)
     if unmatched := sorted(images.keys() ^ labels.keys()):
         raise SHARDS.damaged(path, f"{unmatched[0]!r} has no image or no .cls")
     if not images:
@@ -287,13 +285,3 @@ def _label(archive: tarfile.TarFile, member: tarfile.TarInfo) -> int:
     if not 0 <= label < MOST_CLASSES:
         raise ValueError(f"{member.name!r} holds {content!r}, no number from 0 to {MOST_CLASSES - 1}")
     return label
-
-
-def _refuse_other_labels(pattern: str, labels: Tensor, classes: int) -> None:
-    """A label beyond the last class fails deep within the loss, on a GPU without saying why."""
-    low, high = int(labels.min()), int(labels.max())
-    if high >= classes:
-        from_1 = low > 0 and high == classes
-        hint = "they seem to count from 1: take 1 from each" if from_1 else "set task.model.num_classes"
-        labelled = f"labels from {low} to {high} for {classes} classes, which are numbered 0 to {classes - 1}"
-        raise SHARDS.damaged(pattern, f"{labelled}; {hint}")

@@ -87,10 +87,8 @@ def load_images(name: str, data_dir: Path | str | None, split: SplitName) -> Ima
 
 def _channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel of bytes, in units of [0, 1]."""
-    channels = images.transpose(0, 1).flatten(1)
-    values = torch.arange(256, dtype=torch.float64) / 255
-    counts = torch.stack([torch.bincount(channel, minlength=256) for channel in channels])
-    shares = counts.double() / channels.shape[1]
+    channels, values = images.transpose(0, 1).flatten(1), torch.arange(256, dtype=torch.float64) / 255
+    shares = torch.stack([channel.bincount(minlength=256).double() / len(channel) for channel in channels])
     mean = (shares * values).sum(1)
     std = (shares * (values - mean[:, None]) ** 2).sum(1).sqrt()
     return tuple(mean.tolist()), tuple(std.tolist())
@@ -113,24 +111,19 @@ class Split:
 
 def digits() -> tuple[Split, Split]:
     """The 1,797 digits of scikit-learn, normalised, for training and test (every fifth image of each class)."""
-    images, labels, test = _raw_digits()
-    images = (images - images[~test].mean()) / images[~test].std()
-    return Split(images[~test], labels[~test]), Split(images[test], labels[test])
+    (train, train_labels, _), (test, test_labels, _) = (_digits(Path(), part) for part in (True, False))
+    levels = train / 15
+    mean, std = levels.mean(), levels.std()
+    return Split((levels - mean) / std, train_labels), Split((test / 15 - mean) / std, test_labels)
 
 
 def _digits(data_dir: Path, train: bool) -> Part:
-    images, labels, test = _raw_digits()
-    wanted = ~test if train else test
-    # 17 levels of grey: 16 · 15 = 240 still fits a byte, and every level stays exact.
-    return (images[wanted] * 15).to(torch.uint8), labels[wanted], tuple("0123456789")
-
-
-def _raw_digits() -> tuple[Tensor, Tensor, Tensor]:
-    """Images from 0 to 16, labels, and which of them are test images."""
     missing = "the digits ship with scikit-learn: pip install 'acutance[train]'"
     raw = import_extra("sklearn.datasets", missing).load_digits()
     labels = torch.tensor(raw.target)
-    return torch.tensor(raw.images, dtype=torch.float32)[:, None], labels, class_ranks(labels) % 5 == 0
+    wanted = (class_ranks(labels) % 5 != 0) == train
+    # 17 levels of grey: 16 · 15 = 240 still fits a byte, and every level stays exact.
+    return torch.tensor(raw.images[:, None] * 15, dtype=torch.uint8)[wanted], labels[wanted], tuple("0123456789")
 
 
 def _cifar10(data_dir: Path, train: bool) -> Part:
@@ -163,10 +156,8 @@ def _cifar(source: Source, paths: Sequence[Path], label_key: str, classes: tuple
 
 def _fields(source: Source, path: Path, *names: str) -> list[Any]:
     """Fields of a pickle, whose names were stored as bytes (Python 2) or as text."""
-    try:
-        content = load_plain(source.read(path))
-    except pickle.UnpicklingError as error:
-        raise source.damaged(path, error) from error
+    with source.reading(path, pickle.UnpicklingError):
+        content = load_plain(path.read_bytes())
     known = content if isinstance(content, dict) else {}
     fields = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in known.items()}
     if missing := [name for name in names if name not in fields]:
@@ -195,15 +186,12 @@ def _idx(path: Path, dimensions: int) -> tuple[Any, Path]:
     """An idx file: two zeros, the type (8: bytes), the number of dimensions, their sizes (big-endian), the bytes."""
     packed = path.with_name(path.name + ".gz")
     path = packed if packed.exists() and not path.exists() else path
-    content = FASHION_MNIST.read(path)
-    try:
-        content = gzip.decompress(content) if path == packed else content
+    with FASHION_MNIST.reading(path, EOFError, zlib.error, struct.error, ValueError):
+        content = gzip.decompress(path.read_bytes()) if path == packed else path.read_bytes()
         if content[:4] != bytes((0, 0, 8, dimensions)):
             raise ValueError(f"no idx file of bytes in {dimensions} dimensions")
         shape = struct.unpack_from(f">{dimensions}I", content, 4)
         return np.frombuffer(content, np.uint8, offset=4 * (1 + dimensions)).reshape(shape).copy(), path
-    except (OSError, EOFError, zlib.error, struct.error, ValueError) as error:
-        raise FASHION_MNIST.damaged(path, error) from error
 
 
 # Each reads the training set (True) or the test set (False) from a folder.

@@ -64,10 +64,6 @@ class SegmentationSet(Sequence[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        image, label = self.read(index)
-        return torch.from_numpy(image), torch.from_numpy(label)
-
-    def read(self, index: int) -> tuple[Bytes, Labels]:
         image_path, label_path = self.paths[index]
         image = channels_first(self.source.image(image_path))
         values = np.asarray(self.source.image(label_path, colour=False))
@@ -77,7 +73,7 @@ class SegmentationSet(Sequence[tuple[Tensor, Tensor]]):
         label = self.table[values].astype(np.int64)
         if (label == REFUSED).any():
             raise self.source.damaged(label_path, f"a value of {values[label == REFUSED].max()}")
-        return image, label
+        return torch.from_numpy(image), torch.from_numpy(label)
 
 
 def load_segmentation(name: str, data_dir: Path | str | None, split: SplitName) -> SegmentationSet:
@@ -153,7 +149,7 @@ class SegmentationCrops:
         """One crop; evaluation has no crops, but slides over the whole image."""
         if random is None:
             raise ValueError("crops are random: read the whole images of the data set for evaluation")
-        image, label = self.images.read(index)
+        image, label = (part.numpy() for part in self.images[index])
         ratio = random.uniform(*RATIO)
         image, label = rescale(image, label, (self.scale[0] * ratio, self.scale[1] * ratio))
         image, label = random_crop(image, label, self.crop, random)

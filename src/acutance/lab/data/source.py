@@ -4,7 +4,8 @@ Errors name the file that is missing or damaged, the layout, and where to get it
 images of each class in the data set's order, from 0: an image's *rank* in its class.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -47,13 +48,15 @@ class Source:
             raise self.missing(path)
         return path
 
-    def read(self, path: Path) -> bytes:
-        """What a file holds."""
+    @contextmanager
+    def reading(self, path: Path, *errors: type[Exception]) -> Iterator[None]:
+        """Inside, these errors and those of the system say that the file is damaged, or not there."""
+        known: tuple[type[Exception], ...] = (OSError, *errors)
         try:
-            return path.read_bytes()
+            yield
         except (FileNotFoundError, NotADirectoryError) as error:
             raise self.missing(path) from error
-        except OSError as error:
+        except known as error:
             raise self.damaged(path, error) from error
 
     def image(self, content: Path | bytes, place: Path | str = "", *, colour: bool = True) -> Image:

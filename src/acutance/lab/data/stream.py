@@ -74,9 +74,7 @@ def evaluation_batches(
     """All samples (or those at some indices) once and in order, the last batch perhaps smaller."""
     wanted = range(len(samples)) if indices is None else indices
     starts = range(0, len(wanted), batch_size)
-    tickets: Iterator[list[Ticket]] = (
-        [(index, None) for index in wanted[start : start + batch_size]] for start in starts
-    )
+    tickets = ([(index, None) for index in wanted[start : start + batch_size]] for start in starts)
     return _load(samples, tickets, workers, device)
 
 
@@ -91,30 +89,26 @@ def repeated(order: Tensor, batch_size: int, repeats: int = REPEATS) -> Tensor:
 
 @dataclass(frozen=True)
 class _Decoder(Dataset[Any]):
+    """Whole batches by their tickets."""
+
     samples: Samples
 
-    def __getitem__(self, ticket: Ticket) -> Any:
-        index, seed = ticket
+    def __getitem__(self, tickets: Sequence[Ticket]) -> Any:
+        sample, rng = self.samples.sample, np.random.default_rng
         try:
-            return self.samples.sample(index, None if seed is None else np.random.default_rng(seed))
+            made = [sample(index, None if seed is None else rng(seed)) for index, seed in tickets]
         except AcutanceError as error:
             return error  # raised in a worker process, its line would be buried under a traceback
+        return [torch.from_numpy(np.stack(arrays)) for arrays in zip(*made, strict=True)]
 
 
 def _load(
-    samples: Samples, tickets: Iterable[list[Ticket]], workers: int, device: torch.device | str
+    samples: Samples, tickets: Iterable[Sequence[Ticket]], workers: int, device: torch.device | str
 ) -> Iterator[tuple[Tensor, Tensor]]:
     place = torch.device(device)
-    options: dict[str, Any] = {"num_workers": workers, "collate_fn": _collate, "pin_memory": place.type == "cuda"}
-    for batch in DataLoader(_Decoder(samples), batch_sampler=tickets, **options):
+    options: dict[str, Any] = {"batch_size": None, "num_workers": workers, "pin_memory": place.type == "cuda"}
+    for batch in DataLoader(_Decoder(samples), sampler=tickets, **options):
         if isinstance(batch, AcutanceError):
             raise batch
-        inputs, targets = batch
-        yield inputs.to(place, non_blocking=True), targets.to(place, non_blocking=True)
-
-
-def _collate(made: list[Any]) -> Any:
-    if errors := [sample for sample in made if isinstance(sample, AcutanceError)]:
-        return errors[0]
-    inputs, targets = zip(*made, strict=True)
-    return torch.from_numpy(np.stack(inputs)), torch.from_numpy(np.stack(targets))
+        inputs, targets = (tensor.to(place, non_blocking=True) for tensor in batch)
+        yield inputs, targets

@@ -66,9 +66,7 @@ def _source(name: str) -> Source:
 
 def _lines(path: Path, name: str) -> Iterator[list[str]]:
     """The words of each line. WikiText-103's training file is half a gigabyte, hence line by line."""
-    try:
-        with path.open(encoding="utf-8", newline="\n") as file:  # a carriage return ends no line
-            for line in file:
-                yield line.split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise _source(name).damaged(path, error) from error
+    # A carriage return ends no line.
+    with _source(name).reading(path, UnicodeDecodeError), path.open(encoding="utf-8", newline="\n") as file:
+        for line in file:
+            yield line.split()

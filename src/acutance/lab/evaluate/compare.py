@@ -280,7 +280,7 @@ def groups_of(runs: Sequence[ScoredRun], score: str, settings: EvaluationSetting
     differing = dict.fromkeys(name for one, other in pairs for name in changes(one, other))
     groups = []
     for first, members in zip(firsts, grouped.values(), strict=True):
-        recipe, by_seed = Run(first.folder).recipe(), dict(sorted(members.items()))
+        recipe, by_seed = Run(first.folder).record()["recipe"], dict(sorted(members.items()))
         label = ", ".join(_labelled(first.config, name) for name in differing)
         folders = {seed: str(run.folder) for seed, run in by_seed.items()}
         scores = {seed: float(run.scores[settings][score]) for seed, run in by_seed.items()}

@@ -87,7 +87,7 @@ class Session:
             except DivergedError as error:
                 found = {"diverged": str(error).partition(". ")[0]}
             about = {name: value for name, value in made("finished").items() if name != "command"}
-            about |= {"machine": machine_name(), "workers": self.workers, "sessions": run.sessions()}
+            about |= {"machine": machine_name(), "workers": self.workers, "sessions": len(run.record()["sessions"])}
             self.results.append(job, {**found, **about, "seconds": round(time.time() - began, 1)})
 
     def run(self, budget: float, console: Console) -> list[Job]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from acutance.errors import AcutanceError
 from acutance.lab.train.config import Config, hint, override
-from acutance.lab.train.ranks import gather_by_torchrun, raise_on_all_ranks
+from acutance.lab.train.engine import gather_by_torchrun, raise_on_all_ranks
 from acutance.lab.train.run import Run, default_folder
 
 _FILES = [import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__)]
@@ -49,8 +49,8 @@ def configured(
         raise AcutanceError("--resume goes on with a run: name its folder with --out")
     run = Run(out)
     begun = raise_on_all_ranks(run.config, gather_by_torchrun)
-    if name not in (None, run.recipe()):
-        raise AcutanceError(f"{out} was begun with the recipe {run.recipe()}, not {name}: leave the name out")
+    if name not in (None, recipe := run.record()["recipe"]):
+        raise AcutanceError(f"{out} was begun with the recipe {recipe}, not {name}: leave the name out")
     return run, override(begun, assignments)
 
 

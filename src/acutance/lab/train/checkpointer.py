@@ -28,9 +28,9 @@ from acutance.files.atomic import atomic_write
 from acutance.io.saving import save
 from acutance.lab.files import digest, finite
 from acutance.lab.tasks import Task
+from acutance.lab.train.engine import raise_on_all_ranks
 from acutance.lab.train.log import DivergedError, nonfinite_names
 from acutance.lab.train.optim import persistent
-from acutance.lab.train.ranks import raise_on_all_ranks
 from acutance.lab.train.run import Run
 from acutance.lab.train.step import TrainStep
 from acutance.measure.monitor import own_randomness
@@ -88,13 +88,15 @@ def _write(folder: Path, tensors: Tensors, notes: Mapping[str, Any], best: Path 
         manifest = {"format": FORMAT, "files": files, "notes": notes}
         atomic_write(temporary / MANIFEST, json.dumps(manifest, indent=1, allow_nan=False).encode())
         if best is not None and best.exists():
-            link_or_copy(best, temporary / BEST)
+            try:
+                os.link(best, temporary / BEST)
+            except OSError:  # the disk knows no links
+                shutil.copyfile(best, temporary / BEST)
         _flush_folder(temporary)
         temporary.rename(folder)
         _flush_folder(folder.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # if it was not moved
     try:
         _checked_manifest(folder)
     except DamagedError as error:  # a disk that says it wrote and did not
@@ -153,14 +155,6 @@ def _checked_manifest(folder: Path) -> Any:
     return manifest
 
 
-def link_or_copy(source: Path, target: Path) -> None:
-    """The same file under another name; a copy where the disk knows no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-
-
 def _flush_folder(folder: Path) -> None:
     """So that the names in it survive a power cut too."""
     handle = os.open(folder, os.O_RDONLY)
@@ -185,12 +179,14 @@ class Checkpointer:
     def newest(self) -> Path | None:
         return next(iter(checkpoint_paths(self._run.checkpoints)), None)
 
-    def restore(self, say: Callable[[str], None] = lambda words: None) -> int:
-        """Restore the newest checkpoint that is whole, saying what was wrong with newer ones; gives its step."""
+    def restore(self, say: Callable[[str], None] = lambda words: None) -> int | None:
+        """Restore the newest whole checkpoint and say what is wrong with newer ones; its step, or None without any."""
         path, complaints = self._engine.on_main(lambda: newest_whole(self._run.checkpoints))
         for complaint in complaints:
             say(f"damaged checkpoint {complaint}")
         if path is None:
+            if not complaints:
+                return None
             raise AcutanceError(
                 f"none of the checkpoints in {self._run.checkpoints} is whole: start anew in another folder, "
                 "without --resume"
@@ -211,19 +207,16 @@ class Checkpointer:
 
     def save(self, step: int) -> None:
         """Write a checkpoint, unless the weights hold a NaN or an infinity: then the last good one stays the last."""
-        tensors = gather_state(self._train_step)
+        run, tensors = self._run, gather_state(self._train_step)
+        if bad := nonfinite_names(tensors[MODEL]):
+            raise DivergedError(
+                f"after step {step}, whose loss was finite, {', '.join(bad[:3])} hold no numbers: its gradient "
+                f"overflowed. The last good checkpoint is {self.newest()}. Lower optim.lr or set optim.clip"
+            )
         notes = {"step": step, "best": self.best, "scores": finite(self.scores), "processes": self._engine.world}
-
-        def write() -> None:
-            if bad := nonfinite_names(tensors[MODEL]):
-                raise DivergedError(
-                    f"after step {step}, whose loss was finite, {', '.join(bad[:3])} hold no numbers: its gradient "
-                    f"overflowed. The last good checkpoint is {self.newest()}. Lower optim.lr or set optim.clip"
-                )
-            keep_last = self._train_step.config.loop.keep_last
-            write_checkpoint(self._run.checkpoints, tensors, notes, keep_last, self._run.best_path)
-
-        self.write(f"the checkpoint of step {step}", write)
+        kept = self._train_step.config.loop.keep_last, run.best_path
+        what = f"the checkpoint of step {step}"
+        self.write(what, lambda: write_checkpoint(run.checkpoints, tensors, notes, *kept))
 
     def write(self, what: str, function: Callable[[], None]) -> None:
         """In the main process. A disk that is full or gone is reported, with what is left to go on from."""
@@ -244,10 +237,10 @@ class Checkpointer:
             self.best = {"step": step, "score": score}
             self._export(self._run.best_path)
 
-    def finish(self, step: int, scores: dict[str, float]) -> dict[str, Any]:
+    def finish(self, step: int) -> dict[str, Any]:
         """Export the last model and write the result."""
         self._export(self._run.model_path, last=True)
-        result = {"step": step, "scores": finite(scores), "headline": self._task.headline, "best": self.best}
+        result = {"step": step, "scores": finite(self.scores), "headline": self._task.headline, "best": self.best}
         self.write("the result", lambda: self._run.write_result(result))
         return result
 
@@ -289,15 +282,13 @@ def gather_state(train_step: TrainStep) -> dict[str, dict[str, Tensor]]:
 def restore_state(train_step: TrainStep, tensors: Tensors) -> None:
     """The inverse of `gather_state`."""
     _copy(persistent(train_step.model), tensors[MODEL])
-    found: dict[str, dict[str, Tensor]] = {}
+    numbered = {name: (index, parameter) for index, (name, parameter) in enumerate(_optimised(train_step))}
+    state: dict[int, dict[str, Tensor]] = {}
     for full_name, value in tensors[OPTIMISER].items():
         name, _, key = full_name.rpartition("/")
-        found.setdefault(name, {})[key] = value
-    state = {
-        index: {key: _like(value, parameter) for key, value in found[name].items()}
-        for index, (name, parameter) in enumerate(_optimised(train_step))
-        if name in found
-    }
+        if name in numbered:
+            index, parameter = numbered[name]
+            state.setdefault(index, {})[key] = _like(value, parameter)
     groups = train_step.optimiser.state_dict()["param_groups"]
     train_step.optimiser.load_state_dict({"state": state, "param_groups": groups})  # which places each counter
     if train_step.ema is not None:

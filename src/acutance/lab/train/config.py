@@ -162,17 +162,14 @@ def from_dict(kind: Any, value: Any, where: str = "") -> Any:
     """A value of this annotated type, made from plain data; what does not fit is refused by its dotted name."""
     if isinstance(value, _Text):
         value = str(value) if kind is str else value.parsed()
-    origin, arguments = get_origin(kind), get_args(kind)
+    whole, origin, arguments = kind, get_origin(kind), get_args(kind)
     if kind is Any or (value is None and NoneType in arguments):
         return value
+    if origin in (Union, UnionType):
+        (kind,) = (choice for choice in arguments if choice is not NoneType)
+        origin, arguments = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         return _dataclass_from(kind, value, where)
-    if origin in (Union, UnionType):
-        (inner,) = (choice for choice in arguments if choice is not NoneType)
-        try:
-            return from_dict(inner, value, where)
-        except AcutanceError:
-            raise _misfit(kind, value, where) from None
     if origin is tuple and isinstance(value, (list, tuple)):
         kinds = (arguments[0],) * len(value) if arguments[-1] is Ellipsis else arguments
         if len(kinds) == len(value):
@@ -184,7 +181,7 @@ def from_dict(kind: Any, value: Any, where: str = "") -> Any:
         return float(value)
     if kind in (int, bool, str) and type(value) is kind:
         return value
-    raise _misfit(kind, value, where)
+    raise _misfit(whole, value, where)
 
 
 def _dataclass_from(kind: Any, value: Any, where: str) -> Any:

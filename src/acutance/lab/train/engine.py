@@ -1,18 +1,24 @@
-"""Where and over how many processes a run trains: Lightning Fabric, and torch's own FSDP2 and tensors beneath it."""
+"""Where and over how many processes a run trains: Lightning Fabric, and torch's own FSDP2 and tensors beneath it.
 
+What fails on one rank stops all of them, also before there is a process group.
+"""
+
+import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from acutance import distributed
+from acutance.distributed import gather
 from acutance.errors import AcutanceError, import_extra
 from acutance.lab.train.config import LoopConfig
 
@@ -47,11 +53,18 @@ class Engine:
         self.device: torch.device = self._fabric.device
         self.backward = self._fabric.backward
         self.precision = self._fabric.autocast  # the casts of training, for a model called without its wrapper
+        self.mean = self._fabric.all_reduce  # over the processes, entry by entry
+        self.no_sync = self._fabric.no_backward_sync  # inside, gradients are added up without being exchanged
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """What to call in training. The model itself is moved, and sharded, in place; its names stay."""
-        if self._compile_blocks:
-            _compile_blocks(model)
+        if self._compile_blocks:  # in place
+            layers = list(_layers(model))
+            # The blocks differ in numbers, so each is compiled anew; equal kernels come out of inductor's cache.
+            limit: Any = torch._dynamo.config
+            limit.recompile_limit = max(limit.recompile_limit, 4 * len(layers))  # in training and in evaluation
+            for layer in layers:
+                layer.compile()
         compiled: Any = torch.compile(model) if self._compile and not self._compile_blocks else model
         for message in HARMLESS:
             warnings.filterwarnings("ignore", message)
@@ -64,27 +77,15 @@ class Engine:
         """Inside, the model itself runs as it is written, also where its blocks were compiled in place."""
         return torch.compiler.set_stance("force_eager") if self._compile_blocks else nullcontext()
 
-    def no_sync(self, wrapped: nn.Module, *, enabled: bool) -> Any:
-        """Inside, gradients are added up without being exchanged."""
-        return self._fabric.no_backward_sync(wrapped, enabled=enabled and self.world > 1)
-
-    def mean(self, values: Tensor) -> Tensor:
-        """The mean over the processes, entry by entry."""
-        if self.world > 1:
-            dist.all_reduce(values)
-            values /= self.world
-        return values
-
     def on_main(self, function: Callable[[], T]) -> T:
         """What the main process gets from it. An error there is raised everywhere, so that no process waits."""
-        value: Any = None
-        error: Exception | None = None
+        found: Any = None, None
         if self.is_main:
             try:
-                value = function()
+                found = function(), None
             except Exception as caught:
-                error = caught
-        value, error = self._fabric.broadcast((value, error))
+                found = None, caught
+        value, error = self._fabric.broadcast(found)
         if error is not None:
             raise error
         return cast(T, value)
@@ -118,19 +119,9 @@ def _fabric(strategy: str, precision: str, device: str, processes: int | None) -
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    for module in model.modules():
-        for name, child in module.named_children():
-            if name in STACKS and isinstance(child, nn.ModuleList):
-                yield from child
-
-
-def _compile_blocks(model: nn.Module) -> None:
-    """In place. The blocks differ in numbers, so each is compiled anew; equal kernels come out of inductor's cache."""
-    layers = list(_layers(model))
-    limit: Any = torch._dynamo.config
-    limit.recompile_limit = max(limit.recompile_limit, 4 * len(layers))  # in training and in evaluation
-    for layer in layers:
-        layer.compile()
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in STACKS and isinstance(module, nn.ModuleList):
+            yield from module
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -142,3 +133,46 @@ def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         fully_shard(layer, mesh=over)
     fully_shard(model, mesh=over)
     return model
+
+
+def raise_on_all_ranks(function: Callable[[], T], gather: Callable[[Any], Sequence[str | None]] = gather) -> T:
+    """Call a function that may fail on one rank only. Then all ranks raise, so that none waits for it forever."""
+    try:
+        value = function()
+    except Exception as error:
+        gather(str(error))
+        raise
+    messages = gather(None)
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise AcutanceError(f"process {rank} of {len(messages)} stopped: {message}")
+    return value
+
+
+@cache
+def _torchrun_store() -> tuple[Any, int, int]:
+    """Torchrun's store, rank and world size.
+
+    The store is kept. It may live in rank 0, and the process group meets at the same port: a rank that found the old
+    store there would lose its connection when rank 0 closes it.
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    return next(rendezvous("env://"))  # type: ignore[no-any-return]
+
+
+def gather_by_torchrun(own: str | None) -> list[str | None]:
+    """Like `gather`, before there is a process group: through torchrun's store."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not dist.is_torchelastic_launched():
+        return [own]
+    from torch._C._distributed_c10d import PrefixStore
+
+    store, rank, size = _torchrun_store()
+    store = PrefixStore("acutance", store)
+    store.set(str(rank), json.dumps(own))
+    parts = [json.loads(store.get(str(other))) for other in range(size)]
+    if store.add("readers", 1) == size:
+        store.set("all have read", "")
+    if rank == 0:  # the store may live in this process, and a refused run ends it
+        store.wait(["all have read"])
+    return parts

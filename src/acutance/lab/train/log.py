@@ -144,7 +144,10 @@ def attention_backend(model: nn.Module, forward: Callable[[], object]) -> str:
 
 
 class _BackendCounter(TorchFunctionMode):
-    """Counts what scaled_dot_product_attention chooses at every call."""
+    """Counts what scaled_dot_product_attention chooses at every call.
+
+    As in training: cast by autocast, and with a gradient, which some back-ends cannot give.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,17 +155,13 @@ class _BackendCounter(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            self._count(*args, **(kwargs or {}))
+            kind, dtype = args[0].device.type, args[0].dtype
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+            qkv = [x.detach().to(dtype).requires_grad_() for x in args[:3]]
+            choice = torch._fused_sdp_choice(*qkv, *args[3:], **(kwargs or {}))
+            shape = f"{tuple(args[0].shape)} {str(dtype).removeprefix('torch.')}"
+            self.calls[BACKENDS.get(SDPBackend(choice), str(choice)), shape] += 1
         return func(*args, **(kwargs or {}))
-
-    def _count(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> None:
-        """As in training: cast by autocast, and with a gradient, which some back-ends cannot give."""
-        if torch.is_autocast_enabled(q.device.type):
-            q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        choice = torch._fused_sdp_choice(q, k, v, *args, **kwargs)
-        shape = f"{tuple(q.shape)} {str(q.dtype).removeprefix('torch.')}"
-        self.calls[BACKENDS.get(SDPBackend(choice), str(choice)), shape] += 1
 
 
 class DivergedError(NonFiniteError):
@@ -185,7 +184,10 @@ def locate(model: nn.Module, forward: Callable[[], Tensor]) -> str:
 
     def look_out(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if not found and module in names and _nonfinite(output):
-            found.append(f"in the output of {_described(names[module], module)}")
+            name, kind = names[module] or "the model", type(module).__name__
+            number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)  # paths count from 0, layers from 1
+            where = f"layer {int(number[1]) + 1} ({name}, {kind})" if number else f"{name} ({kind})"
+            found.append(f"in the output of {where}")
 
     with torch.no_grad(), model.register_forward_pre_hook(look_in), register_module_forward_hook(look_out):
         loss = forward()
@@ -194,12 +196,6 @@ def locate(model: nn.Module, forward: Callable[[], Tensor]) -> str:
     if _nonfinite(loss):
         return f"in the loss itself: every module of the {type(model).__name__} puts out finite numbers"
     return "nowhere: replayed from the last good checkpoint, the step gives finite numbers (a race on the device?)"
-
-
-def _described(name: str, module: nn.Module) -> str:
-    """A module as `layer 4 (blocks.3.attn.proj, Linear)`: paths count from 0, layers from 1."""
-    kind, number = type(module).__name__, re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
-    return f"layer {int(number[1]) + 1} ({name}, {kind})" if number else f"{name or 'the model'} ({kind})"
 
 
 def _nonfinite(value: Any) -> bool:

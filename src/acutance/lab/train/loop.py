@@ -18,10 +18,9 @@ from acutance.lab.tasks import Task, task_class
 from acutance.lab.train import log as logs
 from acutance.lab.train.checkpointer import Checkpointer, checkpoint_paths, step_of
 from acutance.lab.train.config import Config
-from acutance.lab.train.engine import Engine
+from acutance.lab.train.engine import Engine, raise_on_all_ranks
 from acutance.lab.train.log import DivergedError, StoppedError, nonfinite_names
 from acutance.lab.train.optim import learning_rate, persistent
-from acutance.lab.train.ranks import raise_on_all_ranks
 from acutance.lab.train.run import Run
 from acutance.lab.train.step import Parts, TrainStep
 from acutance.measure.monitor import Monitor
@@ -51,11 +50,6 @@ class Loop:
         self.checkpointer = Checkpointer(run, self.train_step)
         self.restored: int | None = None  # the step of the checkpoint that the run goes on from
 
-    def restore(self) -> None:
-        """Restore the newest checkpoint that is whole, if there is one."""
-        if self.engine.on_main(self.checkpointer.newest) is not None:
-            self.restored = self.checkpointer.restore(self.say)
-
     def fit(self) -> dict[str, Any]:
         """Train from what was restored to the run's end; gives what is written to result.json."""
         loop, engine, beginning = self.config.loop, self.engine, time.perf_counter()
@@ -71,7 +65,7 @@ class Loop:
         log: Any = logs.Log(self.run.folder, step) if engine.is_main else None
         evaluate_every = max(1, round(loop.evaluate_every * self.steps_per_epoch))
         losses = torch.zeros(loop.log_every, device=engine.device)  # read on the host at log points only
-        pending, scores = 0, self.checkpointer.scores
+        pending = 0
         bar = logs.Bar(self.console, first=step, total=self.total, unit=self.task.unit, shown=engine.is_main)
         with bar.progress, logs.interruptible() as interrupts:
             while step < self.total:
@@ -107,13 +101,13 @@ class Loop:
                     )
                 bar.skip()
             if first_step == self.total:  # nothing was left to train, and the last scores may be of an earlier step
-                scores = self._evaluate(step)
+                self._evaluate(step)
         if monitor is not None:
             with engine.eager():
                 monitor.finish(step)
         if log is not None:
             log.close()
-        return self.checkpointer.finish(step, scores)
+        return self.checkpointer.finish(step)
 
     def _step(self, step: int, parts: Parts) -> Tensor:
         return self.train_step(step, parts, self._rate(step))
@@ -142,8 +136,8 @@ class Loop:
 
     def _raise_diverged(self, bad: int, loss: float) -> None:
         """Replay the step from the last good checkpoint, to say where the numbers stop being numbers."""
-        step = self.checkpointer.restore()
-        self.train_step.graphed = None  # it would not notice that weights and moments were replaced
+        step = self.checkpointer.restore() or 0
+        self.train_step.graphed = None  # a graph would not notice that weights and moments were replaced
         for earlier, parts in zip(range(step, bad), batches := self.train_step.batches(step), strict=False):
             self._step(earlier, parts)
         if weights := nonfinite_names(persistent(self.model)):
@@ -161,19 +155,13 @@ class Loop:
         )
 
     def _monitor(self, step: int) -> Monitor | None:
-        every, folder = self.config.loop.monitor_every, self.run.folder
+        every, folder, task = self.config.loop.monitor_every, self.run.folder, self.task
         if every is None:
             return None
-        monitor = Monitor(
-            self.model,
-            self.task.probe(),
-            metrics=MONITORED,
-            part=self.task.monitored_part,
-            every=every,
-            jsonl=folder / "monitor.jsonl",
-            tensorboard=folder / "tensorboard",
-            autocast=torch.bfloat16 if self.config.loop.precision == "bf16" else None,
-        )
+        how: dict[str, Any] = {"metrics": MONITORED, "part": task.monitored_part, "every": every}
+        how |= {"autocast": torch.bfloat16 if self.config.loop.precision == "bf16" else None}
+        how |= {"jsonl": folder / "monitor.jsonl", "tensorboard": folder / "tensorboard"}
+        monitor = Monitor(self.model, task.probe(), **how)
         with self.engine.eager():
             monitor.finish(step)
         return monitor
@@ -181,22 +169,12 @@ class Loop:
     def _announce(self, step: int, first: Parts) -> None:
         """What is about to happen, and on what."""
         loop, engine = self.config.loop, self.engine
-
-        def forward() -> None:
-            with engine.precision():
-                self.task.loss(self.model, first[0])
-
-        with engine.eager():
-            backend = logs.attention_backend(self.model, forward)
+        with engine.eager(), engine.precision():
+            backend = logs.attention_backend(self.model, lambda: self.task.loss(self.model, first[0]))
         count = sum(parameter.numel() for parameter in self.model.parameters())
         device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
-        graph = self.train_step.graph
-        how = {
-            "compiled": loop.compile,
-            "block by block": loop.compile_blocks,
-            "as a CUDA graph": graph,
-            "deterministic": loop.deterministic,
-        }
+        how = {"compiled": loop.compile, "block by block": loop.compile_blocks}
+        how |= {"as a CUDA graph": self.train_step.graphed is not None, "deterministic": loop.deterministic}
         self.say(
             f"{type(self.model).__name__} of {count:,} parameters on {device}: {engine.strategy}, "
             f"{engine.world} × {loop.accumulate} parts of a batch of {loop.batch_size}, {loop.precision}"

@@ -42,12 +42,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     for prefix, module in model.named_modules():
         if callable(tell := getattr(module, "no_weight_decay", None)):
             spared |= {f"{prefix}.{name}".lstrip(".") for name in tell()}
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    others = {name for name, parameter in trained.items() if parameter.ndim <= 1 or name in spared}
-    return [
-        {"params": [trained[name] for name in trained if name not in others], "weight_decay": weight_decay},
-        {"params": [trained[name] for name in trained if name in others], "weight_decay": 0.0},
-    ]
+    decayed: dict[str, Any] = {"params": [], "weight_decay": weight_decay}
+    others: dict[str, Any] = {"params": [], "weight_decay": 0.0}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (others if parameter.ndim <= 1 or name in spared else decayed)["params"].append(parameter)
+    return [decayed, others]
 
 
 def build_optimiser(model: nn.Module, config: OptimConfig, *, graph: bool = False) -> Optimizer:
@@ -114,21 +114,12 @@ class Muon(AdamW):
     def step(self, closure: Any = None) -> Any:
         """Move the matrices, then all the others."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        matrices = [group for group in self.param_groups if group.get("pieces")]
-        for pairs in self._by_shape(matrices):
-            self._move(pairs)
-        for group in matrices:
-            for parameter in group["params"]:
-                parameter.grad = None  # AdamW skips parameters without a gradient
-        super().step()
-        return loss
-
-    def _by_shape(self, groups: list[dict[str, Any]]) -> list[list[tuple[Tensor, Tensor]]]:
-        """Weights, decayed, and what they are moved by; those of one shape or its transpose together."""
-        found: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
-        for group in groups:
+        # In float32 on the device and on the host: a CUDA graph gives the same bits.
+        rate = torch.as_tensor(self.param_groups[0]["lr"], dtype=torch.float32)
+        by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}  # weights, and what they are moved by
+        for group in self.param_groups:
             moved = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not moved:
+            if not moved or not group.get("pieces"):
                 continue
             grads = [parameter.grad for parameter in moved]
             for parameter in moved:
@@ -137,26 +128,25 @@ class Muon(AdamW):
             momenta = [self.state[parameter]["momentum"] for parameter in moved]
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
             torch._foreach_lerp_(grads, momenta, group["momentum"])  # Nesterov's look ahead
-            torch._foreach_mul_(moved, _scalar(1 - self._rate() * group["weight_decay"]))
+            torch._foreach_mul_(moved, _scalar(1 - rate * group["weight_decay"]))
             for parameter, grad in zip(moved, grads, strict=True):
+                parameter.grad = None  # AdamW skips parameters without a gradient
                 for pair in zip(parameter.chunk(group["pieces"]), grad.chunk(group["pieces"]), strict=True):
-                    found.setdefault(tuple(sorted(pair[0].shape)), []).append(pair)
-        return list(found.values())
+                    by_shape.setdefault(tuple(sorted(pair[0].shape)), []).append(pair)
+        for pairs in by_shape.values():
+            self._move(pairs, rate)
+        super().step()
+        return loss
 
-    def _move(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def _move(self, pairs: list[tuple[Tensor, Tensor]], rate: Tensor) -> None:
         lying = [(weight, grad) for weight, grad in pairs if weight.shape[0] <= weight.shape[1]]
         upright = [(weight, grad) for weight, grad in pairs if weight.shape[0] > weight.shape[1]]
         directions = orthogonal(torch.stack([grad for _, grad in lying] + [grad.mT for _, grad in upright]))
-        directions = directions * _scalar(self._rate() * (AS_ADAMW * directions.shape[-1] ** 0.5))
+        directions = directions * _scalar(rate * (AS_ADAMW * directions.shape[-1] ** 0.5))
         ours, turned = directions.split([len(lying), len(upright)])
         # In the weights' layout, or each would be moved by a launch of its own.
         moves = [*ours.unbind(), *turned.mT.contiguous().unbind()]
         torch._foreach_sub_([weight for weight, _ in lying + upright], moves)
-
-    def _rate(self) -> Tensor:
-        """In float32 on the device and on the host: a CUDA graph gives the same bits."""
-        rate = self.param_groups[0]["lr"]
-        return rate if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float32)
 
 
 def _scalar(value: Tensor) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from acutance.errors import AcutanceError
 from acutance.files.atomic import atomic_write, read_json
@@ -52,7 +52,7 @@ class Run:
 
     def go_on(self, config: Config, processes: int) -> None:
         """Add a session to the record, and the configuration in case it was changed."""
-        body = self._record()
+        body = self.record()
         changed = changes(body["config"], config.to_dict())
         body["sessions"].append({**made("started"), "processes": processes, "changed": changed})
         _write_json(self.record_path, {**body, "config": config.to_dict()})
@@ -62,16 +62,9 @@ class Run:
             raise AcutanceError(f"there is no {self.record_path}: {self.folder} is no run")
         return read_json(self.record_path, FORMAT, lambda body: Config.from_dict(body["config"]))
 
-    def recipe(self) -> str | None:
-        return cast(str | None, self._record()["recipe"])
-
-    def sessions(self) -> int:
-        """How many times it was begun or gone on with."""
-        return len(self._record()["sessions"])
-
-    def start(self) -> dict[str, Any] | None:
-        """What is recorded of its initial weights, if it has any."""
-        return cast(dict[str, Any] | None, self._record().get("start"))
+    def record(self) -> dict[str, Any]:
+        """All that is recorded: recipe, config, sessions and, of the initial weights, start."""
+        return read_json(self.record_path, FORMAT, dict)
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write how good it became: the sign that it is finished."""
@@ -92,9 +85,6 @@ class Run:
         test = f"; acutance evaluate {self.folder} scores it on the test set" if seen else ""
         done = f"{name} {score} on {where} after step {result['step']}{better}"
         return f"{done}; models and logs are in {self.folder}{test}"
-
-    def _record(self) -> dict[str, Any]:
-        return read_json(self.record_path, FORMAT, dict)
 
 
 def default_folder(recipe: str, plain: Config, config: Config) -> Path:
@@ -144,7 +134,7 @@ def config_without_incidentals(run: Run) -> dict[str, Any]:
 
     Runs that share it differ in their seeds, and so may the runs that they start from.
     """
-    config, start = run.config(), run.start()
+    config, start = run.config(), run.record().get("start")
     task = task_class(config.task.kind)
     tested = {f"task.{name}" for name in {*task.evaluated_by("test")} - {*task.evaluated_by("val")}}
     found = config.to_dict()

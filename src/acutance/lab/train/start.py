@@ -3,8 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
 
+from acutance.distributed import gather
 from acutance.errors import AcutanceError
 from acutance.io.saving import CLASS_KEY, CONFIG_KEY
 from acutance.lab.files import digest
@@ -22,7 +23,6 @@ from acutance.lab.train.checkpointer import checkpoint_paths
 from acutance.lab.train.config import Config
 from acutance.lab.train.engine import Engine
 from acutance.lab.train.loop import Loop
-from acutance.lab.train.ranks import raise_on_all_ranks
 from acutance.lab.train.run import Run, changes, config_without_incidentals, differences, listed, shown
 
 # How far a run goes and how fast it learns: a resumed run may change these for the steps that are left.
@@ -48,21 +48,24 @@ def train(
     without torchrun.
     """
     run, console = Run(Path(folder)), console or Console()
-    with deterministic(config.loop.deterministic):
-        engine = Engine(config.loop, device=device, processes=processes)
-        try:
-            done, start = engine.on_main(lambda: _check(run, config, resume))
-            if done is not None:
-                return done
-            loop = Loop(config, run, engine, console)  # a run that cannot be built leaves nothing behind
-            _refuse_unshared_folder(run, engine)
-            with ExitStack() as alone:
-                engine.on_main(lambda: _lock(run, alone))
-                loop.restore()  # what does not fit is refused before anything is written
-                engine.on_main(lambda: _resume(loop) if resume else _begin(loop, recipe, start))
-                return loop.fit()
-        finally:
-            engine.close()
+    with ExitStack() as stack:
+        if config.loop.deterministic:
+            _make_deterministic(stack)
+        engine = stack.enter_context(closing(Engine(config.loop, device=device, processes=processes)))
+        done, start = engine.on_main(lambda: _check(run, config, resume))
+        if done is not None:
+            return done
+        loop = Loop(config, run, engine, console)  # a run that cannot be built leaves nothing behind
+        _refuse_unshared_folder(run, engine)
+        # Two commands at once would write each other's checkpoints.
+        if not engine.on_main(lambda: stack.enter_context(held(run.lock_path))):
+            raise AcutanceError(
+                f"{run.folder} is being trained by another command ({holder(run.lock_path)}): wait for it, or name "
+                "another folder with --out"
+            )
+        loop.restored = loop.checkpointer.restore(loop.say)  # what does not fit is refused before anything is written
+        engine.on_main(lambda: _resume(loop) if resume else _begin(loop, recipe, start))
+        return loop.fit()
 
 
 def _check(run: Run, config: Config, resume: bool) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
@@ -73,7 +76,7 @@ def _check(run: Run, config: Config, resume: bool) -> tuple[dict[str, Any] | Non
     changed = changes(run.config().to_dict(), config.to_dict())
     if not changed and (done := run.result()) is not None:
         return done, None
-    _refuse_another_run(run, config, changed)
+    _refuse_another_run(run, config)
     if (run.result_path.exists() or run.model_path.exists()) and not checkpoint_paths(run.checkpoints):
         raise AcutanceError(
             f"{run.folder} is finished, and {run.checkpoints} holds no checkpoint to go on from: start anew with "
@@ -87,22 +90,23 @@ def _refuse_existing(run: Run) -> None:
         raise AcutanceError(f"{run.folder} holds a run already: --resume goes on with it, --out names another folder")
 
 
-def _refuse_another_run(run: Run, config: Config, changed: Mapping[str, list[Any]]) -> None:
-    if "optim.name" in changed:
-        old, new = changed["optim.name"]
+def _refuse_another_run(run: Run, config: Config) -> None:
+    found = differences(run.config(), config)
+    if "optim.name" in found:
+        old, new = found["optim.name"]
         raise AcutanceError(
             f"{run.folder} is trained by {old}, whose moments {new} cannot go on from: leave optim.name as it is, or "
             f"start anew from its weights (--set task.weights={run.model_path})"
         )
-    weights = run.start() or {}
+    weights = run.record().get("start") or {}
 
     def moved(name: str, new: str | None) -> bool:
         """Whether initial weights have another path, but the same content."""
         same = name in {f"task.{field}" for field in STARTS} and new is not None and Path(new).is_file()
         return same and digest(Path(str(new))) == weights.get("sha256")
 
-    found = differences(run.config(), config).items()
-    if others := {name: pair for name, pair in found if not COURSE.fullmatch(name) and not moved(name, pair[1])}:
+    others = {name: pair for name, pair in found.items() if not COURSE.fullmatch(name) and not moved(name, pair[1])}
+    if others:
         raise AcutanceError(
             f"{run.folder} cannot go on with {listed(others)}, which would make it another run: leave that as it was, "
             "or begin one with another --out"
@@ -111,36 +115,21 @@ def _refuse_another_run(run: Run, config: Config, changed: Mapping[str, list[Any
 
 def _refuse_unshared_folder(run: Run, engine: Engine) -> None:
     """The main process writes and all read, so all machines must see the same folder."""
-    if engine.world == 1:
-        return
 
     def mark() -> str:
         run.folder.mkdir(parents=True, exist_ok=True)
         return Path(mkdtemp(dir=run.folder, prefix=".seen-")).name
 
-    def find() -> None:
-        if not mine.exists():
-            raise AcutanceError(
-                f"{run.folder.absolute()} is not the folder that the first process writes to: all machines need "
-                "the same one, on a file system that they share. Name it with --out"
-            )
-
-    mine = run.folder / engine.on_main(mark)
-    try:
-        raise_on_all_ranks(find)
-    finally:
-        if engine.is_main:
-            mine.rmdir()
-            with suppress(OSError):  # a folder that holds a run stays
-                run.folder.rmdir()
-
-
-def _lock(run: Run, alone: ExitStack) -> None:
-    """Two commands at once would write each other's checkpoints."""
-    if not alone.enter_context(held(run.lock_path)):
+    mark_path = run.folder / engine.on_main(mark)
+    others = [place for place in gather(None if mark_path.exists() else str(run.folder.absolute())) if place]
+    if engine.is_main:
+        mark_path.rmdir()
+        with suppress(OSError):  # a folder that holds a run stays
+            run.folder.rmdir()
+    if others:
         raise AcutanceError(
-            f"{run.folder} is being trained by another command ({holder(run.lock_path)}): wait for it, or name another "
-            "folder with --out"
+            f"{others[0]} is not the folder that the first process writes to: all machines need the same one, on a "
+            "file system that they share. Name it with --out"
         )
 
 
@@ -167,19 +156,13 @@ def _resume(loop: Loop) -> None:
     run.go_on(config, loop.engine.world)
 
 
-@contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    """Inside, torch uses algorithms that give the same bits every time, or says that it has none."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.backends.cudnn.benchmark = before[1]
+def _make_deterministic(stack: ExitStack) -> None:
+    """Until the stack is left, torch uses algorithms that give the same bits every time, or says that it has none."""
+    stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+    stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def described(start: Mapping[str, Any]) -> str:
@@ -225,7 +208,7 @@ def initial_weights(task: Any) -> dict[str, Any] | None:
         "file": str(file),
         "sha256": digest(file),
         "model": model,  # its class, if the file says so
-        "recipe": run.recipe() if run.exists() else None,
+        "recipe": run.record()["recipe"] if run.exists() else None,
         "differs": differs,  # fields of the model: what the weights were trained with, what is being built
         "trained": config_without_incidentals(run) if own else None,  # what that run is made of
     }
@@ -238,8 +221,8 @@ def _read(file: Path) -> tuple[str | None, dict[str, Any]]:
     try:
         with safe_open(str(file), framework="pt") as opened:
             metadata, names = opened.metadata() or {}, list(opened.keys())
-        trained = json.loads(metadata.get(CONFIG_KEY, "{}"))
-    except (SafetensorError, ValueError) as error:
+        trained = dict(json.loads(metadata.get(CONFIG_KEY, "{}")))
+    except (SafetensorError, ValueError, TypeError) as error:
         raise AcutanceError(f"{file} is not a safetensors file, or it is damaged: {error}") from error
     if learnt := [name for name in names if ".mitigation." in name]:
         raise AcutanceError(

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, TypeVar
 
@@ -14,9 +14,8 @@ from acutance.errors import AcutanceError, first_line
 from acutance.lab.data.seeds import mixed_seed
 from acutance.lab.tasks import BatchSlice, Task
 from acutance.lab.train.config import Config
-from acutance.lab.train.engine import Engine
+from acutance.lab.train.engine import Engine, raise_on_all_ranks
 from acutance.lab.train.optim import Ema, build_optimiser, set_learning_rate
-from acutance.lab.train.ranks import raise_on_all_ranks
 
 T = TypeVar("T")
 Parts = tuple[Any, ...]  # this process's slices of a global batch, whose gradients are added up
@@ -45,20 +44,18 @@ class TrainStep:
         self.model: nn.Module = raise_on_all_ranks(task.bare_model if bare else task.build_model).train()
         self.wrapped = engine.wrap(self.model)
         alone = engine.strategy == "single" and len(self.slices) == 1
-        self.graph = loop.graph and engine.device.type == "cuda" and alone
+        graph = loop.graph and engine.device.type == "cuda" and alone
+        self.graphed = CUDAGraphStep(self._update) if graph else None
         # After sharding, which replaces the parameters.
-        self.optimiser = build_optimiser(self.model, config.optim, graph=self.graph)
+        self.optimiser = build_optimiser(self.model, config.optim, graph=graph)
         self.ema = None if loop.ema is None else Ema(self.model, loop.ema)
-        self.graphed: CUDAGraphStep | None = None
 
     def __call__(self, step: int, parts: Parts, rate: float) -> Tensor:
         """One step at this learning rate; the loss stays on the device, until the next step."""
         set_learning_rate(self.optimiser, rate)
-        if not self.graph:
+        if self.graphed is None:
             loss = self._update(parts, step)
         else:
-            if self.graphed is None:
-                self.graphed = CUDAGraphStep(self._update)
             self._seed(step, self.slices[0])
             loss = self.graphed(parts)
         if self.ema is not None:  # not in the graph, which would keep the first step's decay
@@ -120,11 +117,13 @@ class CUDAGraphStep:
         """The loss; it is overwritten by the next call."""
         self._copy_in(batch)
         self._calls += 1
-        if self._calls < WARM_UP:
-            return self._aside()
-        if self._calls == WARM_UP:
-            with _explained("--set loop.graph=false trains without", waiting=False):
-                return self._aside()
+        if self._calls <= WARM_UP:
+            explained = _explained("--set loop.graph=false trains without", waiting=False)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with explained if self._calls == WARM_UP else nullcontext(), torch.cuda.stream(self._stream):
+                loss = self._function(self._batch)
+            torch.cuda.current_stream().wait_stream(self._stream)
+            return loss
         if self._graph is None:
             self._graph = torch.cuda.CUDAGraph()
             # Threads that load data may use the device meanwhile.
@@ -147,13 +146,6 @@ class CUDAGraphStep:
                 "Leave an incomplete batch out, or --set loop.graph=false"
             )
         torch._foreach_copy_(own, new)
-
-    def _aside(self) -> Tensor:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            loss = self._function(self._batch)
-        torch.cuda.current_stream().wait_stream(self._stream)
-        return loss
 
 
 @contextmanager
