@@ -5,7 +5,6 @@ side, so checkpointing, compiling and sharding see all there is.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,36 +15,17 @@ from acutance.attention import AttentionCall, attend, finish
 from acutance.attention.operator import AttentionOperator
 from acutance.mitigations import Mitigation
 from acutance.mitigations.eigen import Weights, weights_together
-from acutance.mitigations.projection import Projection, weight_with
+from acutance.mitigations.projection import Projection, Projections, weight_with
 from acutance.models.kernels import mlp
 
 AttentionKind = Literal["softmax", "symmetric", "rbf", "linear", "polynomial"]
 NormPlace = Literal["pre", "post"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockConfig:
-    """What one block is made of."""
-
-    dim: int
-    heads: int
-    hidden: int  # channels inside the MLP
-    attention: AttentionKind = "softmax"
-    causal: bool = False
-    qkv_bias: bool = True
-    proj_bias: bool = True
-    norm: NormPlace = "pre"
-    norm_eps: float = 1e-6
-    activation: Callable[[], nn.Module] = nn.GELU
-    layer_scale: float | None = None
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-
-
 class Attention(nn.Module):
-    """Multi-head self-attention with a place for a mitigation and an observer."""
+    """Multi-head self-attention with a place for a mitigation and an observer; `config` is a `ModelConfig`."""
 
-    def __init__(self, config: BlockConfig, layer: int = 1) -> None:
+    def __init__(self, config: Any, layer: int = 1) -> None:
         super().__init__()
         self.layer = layer  # depth; 1 is the first
         self.heads, self.head_dim = config.heads, config.dim // config.heads
@@ -57,12 +37,12 @@ class Attention(nn.Module):
         self.mitigation = Mitigation()
         self.observer: Callable[[AttentionCall], None] | None = None
 
-    def projections(self) -> tuple[Projection, Projection, Projection, Projection]:
+    def projections(self) -> Projections:
         """W_Q, W_K, W_V and W_proj. In symmetric attention W_Q is W_K."""
         dim = self.heads * self.head_dim
         starts = (0, 0, dim) if self.kernel == "symmetric" else (0, dim, 2 * dim)
         q, k, v = (Projection(getattr(self, self.joint), slice(start, start + dim)) for start in starts)
-        return q, k, v, Projection(self.proj)
+        return Projections(q, k, v, Projection(self.proj))
 
     def forward(
         self, x: Tensor, v0: Tensor | None, weights: Weights | None = None, residual: Tensor | None = None
@@ -143,7 +123,7 @@ class DropPath(nn.Dropout):
 class Block(nn.Module):
     """Attention and MLP, each in a residual branch, with its norm before the branch or after the sum."""
 
-    def __init__(self, config: BlockConfig, drop_path: float = 0.0, layer: int = 1) -> None:
+    def __init__(self, config: Any, drop_path: float = 0.0, layer: int = 1) -> None:
         super().__init__()
         gain = config.layer_scale
         self.post_norm = config.norm == "post"

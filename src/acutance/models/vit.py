@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -17,17 +17,28 @@ from torch.utils.checkpoint import checkpoint
 from acutance.errors import AcutanceError, ShapeError
 from acutance.mitigations import LayerShape, Mitigation, as_mitigation
 from acutance.mitigations.eigen import weights_together
-from acutance.models.block import AttentionKind, Block, BlockConfig, NormPlace
+from acutance.models.block import AttentionKind, Block, NormPlace
 
 INIT_STD = 0.02
 UNDECAYED = ("pos_embed", "cls_token", "dist_token", "reg_token", "cls_emb", "embed.weight")
 
 
 class ModelConfig:
-    """The base of the models' configurations, which are frozen dataclasses.
+    """The base of the models' configurations, which are frozen dataclasses. Blocks are built from them.
 
-    What is no option but differs from the defaults of `BlockConfig` is a plain attribute of the class.
+    What is an option of some models only is a plain attribute of the others.
     """
+
+    attention: Any = "softmax"
+    causal: Any = False
+    norm: Any = "pre"
+    norm_eps: Any = 1e-6
+    activation: Any = nn.GELU
+    qkv_bias: Any = True
+    proj_bias: Any = True
+    layer_scale: Any = None
+    hidden: Any = property(lambda self: int(self.dim * self.mlp_ratio))  # channels inside the MLP
+    attention_dropout: Any = property(lambda self: self.dropout)
 
     def __post_init__(self) -> None:
         """Refuse counts below 1, unknown words, heads that do not divide dim, patches that do not tile the image."""
@@ -137,10 +148,8 @@ class BlockStack(ReferenceModel):
 
 def make_blocks(config: Any) -> nn.ModuleList:
     """The blocks of a model's configuration; stochastic depth grows linearly from 0 in the first."""
-    given = {"hidden": int(config.dim * getattr(config, "mlp_ratio", 0)), "attention_dropout": config.dropout}
-    given |= {field.name: getattr(config, field.name) for field in fields(BlockConfig) if hasattr(config, field.name)}
     rates = torch.linspace(0, config.drop_path, config.depth, device="cpu").tolist()
-    return nn.ModuleList(Block(BlockConfig(**given), rate, layer) for layer, rate in enumerate(rates, 1))
+    return nn.ModuleList(Block(config, rate, layer) for layer, rate in enumerate(rates, 1))
 
 
 def learnt_tokens(count: int, dim: int) -> nn.Parameter:
@@ -248,7 +257,7 @@ class ViTConfig(ModelConfig):
     dropout: float = 0.0  # after the embedding, the projections and in the MLP
     attention_dropout: float = 0.0  # on the attention weights
     stream: Literal["float32", "autocast"] = "float32"  # tokens between blocks; autocast's dtype makes steps faster
-    norm_eps, resizing = BlockConfig.norm_eps, "bicubic"  # timm's
+    resizing = "bicubic"  # timm's, as is `norm_eps`
 
     def __post_init__(self) -> None:
         super().__post_init__()
