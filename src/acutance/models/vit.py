@@ -1,13 +1,13 @@
 """A small readable vision Transformer whose state-dict keys are timm's, and the papers' models by name.
 
-`ModelConfig` and `BlockStack`, the stack of blocks with v⁰ passed along, are shared with the other reference models.
+`BlockStack`, the stack of blocks with v⁰ passed along, is shared with the other reference models.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,50 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from acutance.errors import AcutanceError, ShapeError
 from acutance.mitigations import LayerShape, Mitigation, as_mitigation
 from acutance.mitigations.eigen import weights_together
-from acutance.models.block import AttentionKind, Block, NormPlace
+from acutance.models.block import AttentionKind, Block, ModelConfig, NormPlace
 
 INIT_STD = 0.02
 UNDECAYED = ("pos_embed", "cls_token", "dist_token", "reg_token", "cls_emb", "embed.weight")
-
-
-class ModelConfig:
-    """The base of the models' configurations, which are frozen dataclasses. Blocks are built from them.
-
-    What is an option of some models only is a plain attribute of the others.
-    """
-
-    attention: Any = "softmax"
-    causal: Any = False
-    norm: Any = "pre"
-    norm_eps: Any = 1e-6
-    activation: Any = nn.GELU
-    qkv_bias: Any = True
-    proj_bias: Any = True
-    layer_scale: Any = None
-    hidden: Any = property(lambda self: int(self.dim * self.mlp_ratio))  # channels inside the MLP
-    attention_dropout: Any = property(lambda self: self.dropout)
-
-    def __post_init__(self) -> None:
-        """Refuse counts below 1, unknown words, heads that do not divide dim, patches that do not tile the image."""
-        own: Any = self
-        for name, kind in get_type_hints(type(self)).items():
-            value = getattr(own, name)
-            if kind is int and value < (least := 0 if name == "registers" else 1):
-                raise AcutanceError(f"{name} must be at least {least}, not {value}")
-            if get_origin(kind) is Literal and value not in get_args(kind):
-                raise AcutanceError(f"unknown {name} {value!r}; known: {', '.join(get_args(kind))}")
-            if name.endswith("heads") and own.dim % value:
-                raise AcutanceError(f"dim {own.dim} cannot be shared out among {value} heads: choose a multiple")
-            if isinstance(value, list):  # from JSON
-                object.__setattr__(self, name, tuple(value))
-        if hasattr(self, "patch_size") and own.image_size % own.patch_size:
-            raise AcutanceError(f"image_size {own.image_size} is no multiple of patch_size {own.patch_size}")
-        layers = getattr(self, "mitigation_layers", None) or ()
-        if unknown := [layer for layer in layers if not 1 <= layer <= own.depth]:
-            raise AcutanceError(f"mitigation_layers {unknown}: the layers are numbered 1 to {own.depth}")
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)  # type: ignore[call-overload, no-any-return]
 
 
 class ReferenceModel(nn.Module):
