@@ -76,9 +76,8 @@ class BlockStack(ReferenceModel):
     def run_blocks(self, x: Tensor) -> Tensor:
         """All blocks, with v⁰ passed from each to the next."""
         v0: Tensor | None = None
-        mitigations = [block.attn.mitigation for block in self.blocks if type(block) is Block]
         # Wrapped for sharding, say, a block makes its weights itself: only inside are the parameters whole.
-        made = weights_together(mitigations) if len(mitigations) == len(self.blocks) else [None] * len(self.blocks)
+        made = weights_together([block.attn.mitigation if type(block) is Block else None for block in self.blocks])
         for block, weights in zip(self.blocks, made, strict=True):
             if self.checkpointing and torch.is_grad_enabled():
                 x, v0 = checkpoint(block, x, v0, weights, use_reentrant=False)
@@ -98,7 +97,7 @@ class BlockStack(ReferenceModel):
     def install(self, mitigation: Mitigation | str | None, layers: tuple[int, ...] | None = None) -> None:
         """Build the model with a mitigation; `acutance.mitigate` puts one into a trained model."""
         chosen = as_mitigation(mitigation)
-        for layer, (_, block) in enumerate(self.named_blocks() if type(chosen) is not Mitigation else (), 1):
+        for layer, (_, block) in enumerate(self.named_blocks(), 1):
             if layers is None or layer in layers:
                 attn = block.attn
                 shape = LayerShape(layer, attn.heads * attn.head_dim, attn.heads, attn.head_dim, attn.heads)
