@@ -97,7 +97,7 @@ class BlockStack(ReferenceModel):
     def install(self, mitigation: Mitigation | str | None, layers: tuple[int, ...] | None = None) -> None:
         """Build the model with a mitigation; `acutance.mitigate` puts one into a trained model."""
         chosen = as_mitigation(mitigation)
-        for layer, (_, block) in enumerate(self.named_blocks(), 1):
+        for layer, (_, block) in enumerate(self.named_blocks() if type(chosen) is not Mitigation else (), 1):
             if layers is None or layer in layers:
                 attn = block.attn
                 shape = LayerShape(layer, attn.heads * attn.head_dim, attn.heads, attn.head_dim, attn.heads)
