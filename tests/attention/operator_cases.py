@@ -65,14 +65,14 @@ class Case(NamedTuple):
 def make_case(
     kernel, masking="none", grouped=False, *, tokens=11, width=6, dtype=torch.float64, device="cpu", sharpness=1.5
 ):
-    """A random problem; with a mask, some rows of it see nothing at all."""
+    """A random problem; with a bool mask, some rows of it see nothing at all."""
     generator = torch.Generator().manual_seed(len(kernel) + 7 * len(masking) + 3 * grouped)
     batch, heads, key_heads = 2, 4, 2 if grouped else 4
 
     def draw(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
-    mask = None
+    mask = draw(batch, heads, tokens, tokens) if masking == "bias" else None
     if "keys" in masking:
         mask = torch.rand(batch, tokens, generator=generator) > 0.4
         mask[0, 0] = False  # causal: the first row of this sequence sees nothing

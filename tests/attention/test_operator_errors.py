@@ -11,27 +11,21 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") 
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-@pytest.mark.parametrize(
-    ("q", "k", "message"),
-    [
-        ((2, 5, 8), (2, 4, 5, 8), r"\(batch, heads, tokens, width\).*; got q \(2, 5, 8\)"),
-        ((2, 4, 5, 8), (3, 4, 5, 8), r"batch or width.*: q \(2, 4, 5, 8\), k \(3, 4, 5, 8\)"),
-        ((2, 4, 5, 8), (2, 4, 5, 6), "batch or width"),
-        ((2, 4, 5, 8), (2, 3, 5, 8), "no multiple"),
-        ((2, 4, 5, 8), (2, 4, 0, 8), "at least one of each"),
-    ],
-)
-def test_queries_and_keys_must_fit(q, k, message):
-    with pytest.raises(ShapeError, match=message):
-        AttentionOperator(zeros(*q), zeros(*k))
-
-
+Q, K = zeros(2, 4, 5, 8), zeros(2, 4, 7, 8)
 MASK = r"neither a key mask .* \(2, 7\) nor broadcastable to .* \(2, 4, 5, 7\)"
+NO_FLOATS = (torch.int64, torch.complex64)
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({"q": zeros(2, 5, 8)}, ShapeError, r"\(batch, heads, tokens, width\).*; got q \(2, 5, 8\)"),
+        ({"k": zeros(3, 4, 5, 8)}, ShapeError, r"batch or width.*: q \(2, 4, 5, 8\), k \(3, 4, 5, 8\)"),
+        ({"k": zeros(2, 4, 5, 6)}, ShapeError, "batch or width"),
+        ({"k": zeros(2, 3, 5, 8)}, ShapeError, "no multiple"),
+        ({"k": zeros(2, 4, 0, 8)}, ShapeError, "at least one of each"),
+        *(({"q": Q.to(dtype)}, AcutanceError, rf"q is {dtype}; .* give q.float\(\)") for dtype in NO_FLOATS),
+        *(({"k": K.to(dtype)}, AcutanceError, rf"k is {dtype}; .* give k.float\(\)") for dtype in NO_FLOATS),
         *(({"mask": zeros(*s, dtype=torch.bool)}, ShapeError, MASK) for s in [(2, 4, 8, 5), (3, 7), (1, 2, 4, 5, 7)]),
         ({"mask": zeros(2, 7)}, ShapeError, MASK),  # a float mask of keys needs its axes
         ({"mask": zeros(2, 7, dtype=torch.int64)}, AcutanceError, r"torch.int64; give mask.bool\(\)"),
@@ -44,17 +38,9 @@ MASK = r"neither a key mask .* \(2, 7\) nor broadcastable to .* \(2, 4, 5, 7\)"
         ({"sink": zeros(3)}, ShapeError, "per head"),
     ],
 )
-def test_options_must_fit(options, error, message):
+def test_queries_keys_and_options_must_fit(options, error, message):
     with pytest.raises(error, match=message):
-        AttentionOperator(zeros(2, 4, 5, 8), zeros(2, 4, 7, 8), **options)
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
-def test_queries_and_keys_are_floating_point(dtype):
-    good, bad = zeros(1, 1, 3, 2), zeros(1, 1, 3, 2, dtype=dtype)
-    for name, inputs in (("q", (bad, good)), ("k", (good, bad))):
-        with pytest.raises(AcutanceError, match=rf"{name} is {dtype}; .* give {name}.float\(\)"):
-            AttentionOperator(*inputs)
+        AttentionOperator(**{"q": Q, "k": K} | options)
 
 
 @pytest.mark.parametrize("shape", [(4, 7, 8), (1, 4, 7, 8), (2, 3, 7, 8), (2, 4, 6, 8)])

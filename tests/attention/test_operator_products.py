@@ -43,7 +43,7 @@ def test_values_may_have_any_width(kernel, channels, monkeypatch):
 @pytest.mark.parametrize(("queries", "keys"), [(1, 9), (4, 9), (9, 4), (5, 1)])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("tiles")
 def test_queries_and_keys_may_differ_in_number(kernel, queries, keys, masked, causal):
     q, k = torch.randn(2, 4, queries, 6).double(), torch.randn(2, 2, keys, 6).double()
     x, y = torch.randn(2, 2, keys, 6).double(), torch.randn(2, 4, queries, 6).double()

@@ -9,7 +9,8 @@ import torch
 
 from acutance import mitigations
 from acutance.attention.kernels import packed as kernels
-from acutance.models import LanguageModel, ViT
+from attention.operator_cases import formula
+from models.small_models import seeded
 
 CUDA = torch.cuda.is_available() and kernels.TRITON and kernels._is_known(None)
 RUNS = CUDA or (kernels.INTERPRETED and kernels.TRITON)
@@ -47,11 +48,7 @@ def plain(qkv, first, strength, contrast, residual, heads, kv_heads, scale, caus
     first = first.reshape(batch, tokens, -1, width).transpose(1, 2)
     w = (1 - residual[:, None, None]) * v + residual[:, None, None] * first
     k, w, first = (x.repeat_interleave(group, 1) for x in (k, w, first))
-    visible = torch.ones(tokens, tokens, dtype=torch.bool, device=qkv.device)
-    if causal:
-        visible = visible.tril()
-    A = (q @ k.mT * scale).masked_fill(~visible, float("-inf")).softmax(-1)
-    U = visible / visible.sum(-1, keepdim=True, dtype=qkv.dtype)
+    A, U = (formula(*each, causal=causal, scale=scale)[0] for each in ((q, k), (0 * q, 0 * k)))
     c = contrast[:, None, None]
     u = (c * A + (1 - c) * U) @ w + strength[:, None, None] * (first - w)
     return u.transpose(1, 2).flatten(2)
@@ -106,24 +103,14 @@ MITIGATIONS = {
 
 
 def vit(mitigation, image_size=16, depth=3, layers=None, **options):
-    torch.manual_seed(0)
     sizes = dict(image_size=image_size, patch_size=4, dim=32, depth=depth, heads=2, num_classes=10, mlp_ratio=1)
-    model = ViT(**sizes, **options)
-    model.install(MITIGATIONS[mitigation], layers)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1 or name.endswith(("gain", "share")):
-            torch.nn.init.normal_(parameter, std=0.15)
-    return model.to(DEVICE)
+    options |= {"mitigation_layers": layers}
+    return seeded("vit", MITIGATIONS[mitigation], 0.15, torch.float32, **sizes, **options).to(DEVICE)
 
 
 def causal_model(mitigation):
-    torch.manual_seed(0)
     options = dict(vocabulary=11, dim=32, depth=2, heads=2, hidden=32, cutoffs=(), dropout=0.0)
-    model = LanguageModel(mitigation=mitigation, **options)
-    for name, parameter in model.named_parameters():
-        if name.endswith("gain"):
-            torch.nn.init.normal_(parameter)
-    return model.to(DEVICE)
+    return seeded("language", mitigation, 0.15, torch.float32, **options).to(DEVICE)
 
 
 def images(size=16, count=2):

@@ -20,13 +20,12 @@ def attend(call: AttentionCall, mitigation: Hooks = None, observer: Observer | N
     fused = _in_one_kernel(call, mitigation) if observer is None else None
     if fused is not None:
         return fused
-    w = call.v if mitigation is None else mitigation.values(call.v, call)
-    if mitigation is not None and mitigation.overrides("scores"):
-        q, k, bias = mitigation.scores(call.q, call.k, call)
-        u = call.own(w, None if q is call.q else q, None if k is call.k else k, bias)
+    if mitigation is None:
+        w, u = call.v, call.own(call.v)
     else:
-        u = call.own(w)
-    u = u if mitigation is None else mitigation.output(u, w, call)
+        w, (q, k, bias) = mitigation.values(call.v, call), mitigation.scores(call.q, call.k, call)
+        u = call.own(w, None if q is call.q else q, None if k is call.k else k, bias)
+        u = mitigation.output(u, w, call)
     if observer is not None:
         call.values, call.output = w, u
     return u, call.v

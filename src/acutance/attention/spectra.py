@@ -55,12 +55,10 @@ def selected(A: AttentionOperator, select: Select, count: int) -> Ritz:
 
 def _by_arnoldi(A: AttentionOperator, select: Select, count: int) -> Ritz:
     tolerance, A = tolerance_of(A), A.to(accumulation_dtype(A.q, A.k))
-    scale = None if A.sink is None else A.row_scale.to(A.dtype)  # once for all products
+    scale = 1 if A.sink is None else A.row_scale.to(A.dtype)  # once for all products
     plain = A.without_sink()
-    start = _random_like(A.q.new_empty(*A.shape[:3], BLOCK))
-    start[..., 0] = 1  # where rows sum to one, μ = 1 is known from the first product
-    multiply = plain.apply if scale is None else lambda x: scale * plain.apply(x)
-    return arnoldi(multiply, start, select, count, tolerance)
+    # Where rows sum to one, μ = 1 is known from the first product.
+    return arnoldi(lambda x: scale * plain.apply(x), _start(A), select, count, tolerance)
 
 
 def tolerance_of(A: AttentionOperator) -> float:
@@ -118,15 +116,13 @@ def _by_projection(A: AttentionOperator) -> Tensor:
     All in float64: in sharp attention the difference between 1 and the next eigenvalue is lost in float32.
     """
     precise = A.to(torch.float64)
-    start = _random_like(precise.q.new_empty(*A.shape[:3], BLOCK))
-    start[..., 0] = 1
-    for space in _spaces(lambda x: precise.T @ x, start, first_check=4 * BLOCK):
-        identity = torch.eye(*space.products.shape[-2:], dtype=torch.float64)
-        _, sizes, vectors = torch.linalg.svd(space.products - identity)
+    for basis, projected in _spaces(lambda x: precise.T @ x, _start(precise), first_check=4 * BLOCK):
+        identity = torch.eye(*projected.shape[-2:], dtype=torch.float64)
+        _, sizes, vectors = torch.linalg.svd(projected - identity)
+        solution = basis @ vectors[..., -1:, :].mT.to(A.device)
         error = (sizes[..., -1].clamp(min=torch.finfo(torch.float64).eps) / sizes[..., -2]).max()
         if error <= MOST_ERROR**2:
             break
-    solution = space.basis @ vectors[..., -1:, :].mT.to(A.device)
     found: Tensor = (solution / solution.sum(-2, keepdim=True)).clamp(min=0.0)
     residual = (precise.T @ found - found).abs().sum(-2).max() + (found.sum(-2) - 1).abs().max()
     if residual <= MOST_ERROR and error <= MOST_ERROR:
@@ -134,6 +130,13 @@ def _by_projection(A: AttentionOperator) -> Tensor:
     if A.shape[-1] <= LARGEST_DENSE_TOKENS:
         return solve_stationary(A.dense())
     raise AcutanceError(f"no unique stationary distribution was found (residual {residual:.1e}): {NOT_ONE}")
+
+
+def _start(A: AttentionOperator) -> Tensor:
+    """Constant tokens and `BLOCK` − 1 random vectors."""
+    start = _random_like(A.q.new_empty(*A.shape[:3], BLOCK))
+    start[..., 0] = 1
+    return start
 
 
 def _random_like(x: Tensor) -> Tensor:
@@ -168,15 +171,12 @@ def arnoldi(multiply: Multiply, start: Tensor, select: Select, count: int, toler
     return found
 
 
-class Space(NamedTuple):
-    """A Krylov space."""
+def _spaces(multiply: Multiply, start: Tensor, first_check: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Krylov spaces, each larger than the last, up to `LARGEST_SPACE`: a basis, and the operator projected onto it.
 
-    basis: Tensor  # (..., N, size), orthonormal
-    products: Tensor  # with it (..., size + width, size), in this basis and the block that follows; on the CPU
-
-
-def _spaces(multiply: Multiply, start: Tensor, first_check: int) -> Iterator[Space]:
-    """Krylov spaces, each larger than the last, up to `LARGEST_SPACE`."""
+    The basis (..., N, size) is orthonormal. Of its products with the operator there are the coefficients (..., size +
+    width, size) in the basis and the block that follows it, on the CPU.
+    """
     width = start.size(-1)
     largest = min(LARGEST_SPACE, start.size(-2)) // width * width
     basis, _ = torch.linalg.qr(start)
@@ -187,7 +187,7 @@ def _spaces(multiply: Multiply, start: Tensor, first_check: int) -> Iterator[Spa
         projected[..., : size + width, size - width : size] = coefficients
         if size >= min(next_check, largest):
             # LAPACK is the faster on the CPU.
-            yield Space(basis, require_finite(projected[..., : size + width, :size].cpu(), "A"))
+            yield basis, require_finite(projected[..., : size + width, :size].cpu(), "A")
             next_check = size + max(width, size // 4)
         basis = torch.cat([basis, fresh], dim=-1)
 

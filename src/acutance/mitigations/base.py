@@ -9,7 +9,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar, get_args, get_type_hints
 
@@ -97,7 +97,7 @@ class Mitigation(nn.Module):
         return layer
 
     def parametrise(self, value: Projection, output: Projection) -> None:
-        """Change how W_V and W_proj are made; `unparametrise` must undo it."""
+        """Change how W_V and W_proj are made; `unparametrise` must undo it, also where this failed half way."""
 
     def unparametrise(self, value: Projection, output: Projection) -> None:
         """Put W_V and W_proj back as `parametrise` found them."""
@@ -201,7 +201,7 @@ def _in_turn(hook: str, passed_on: int | None = None) -> Any:
 class Combined(Mitigation):
     """Several mitigations in one flat list, applied hook by hook in the order written."""
 
-    enter, leave = _in_turn("enter"), _in_turn("leave")
+    parametrise, enter, leave = _in_turn("parametrise"), _in_turn("enter"), _in_turn("leave")
     values, output, features = _in_turn("values", 0), _in_turn("output", 0), _in_turn("features", 0)
     stream, program = _in_turn("stream", 1), _in_turn("program", 0)
 
@@ -209,14 +209,6 @@ class Combined(Mitigation):
         super().__init__()
         self.parts: Any = nn.ModuleList(part for given in parts for part in parts_of(given))
         self.requires = tuple(need for part in parts_of(self) for need in part.requires)
-
-    def parametrise(self, value: Projection, output: Projection) -> None:
-        """First to last, all or none."""
-        with ExitStack() as undo:
-            for part in self.parts:
-                part.parametrise(value, output)
-                undo.callback(part.unparametrise, value, output)
-            undo.pop_all()
 
     def unparametrise(self, value: Projection, output: Projection) -> None:
         for part in reversed(self.parts):

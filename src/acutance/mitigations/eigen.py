@@ -180,7 +180,7 @@ class Eigen(Mitigation):
         self._biases = None
 
 
-def weights_together(mitigations: Sequence[Mitigation]) -> list[Weights | None]:
+def weights_together(mitigations: Sequence[Mitigation | None]) -> list[Weights | None]:
     """W_V and W_proj of every layer that has an Eigen, all bases in one batch where they are of one kind.
 
     A basis of one layer is a chain of tiny products that keeps a GPU waiting; twelve at once take hardly longer.

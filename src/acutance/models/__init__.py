@@ -6,7 +6,6 @@ nothing of measuring.
 
 from acutance.models.block import Attention as Attention
 from acutance.models.block import Block as Block
-from acutance.models.block import BlockConfig as BlockConfig
 from acutance.models.language import LanguageConfig as LanguageConfig
 from acutance.models.language import LanguageModel as LanguageModel
 from acutance.models.segmenter import MaskTransformer as MaskTransformer

@@ -5,8 +5,8 @@ side, so checkpointing, compiling and sharding see all there is.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import asdict
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -14,38 +14,63 @@ from torch.nn import functional as F
 
 from acutance.attention import AttentionCall, attend, finish
 from acutance.attention.operator import AttentionOperator
+from acutance.errors import AcutanceError
 from acutance.mitigations import Mitigation
 from acutance.mitigations.eigen import Weights, weights_together
-from acutance.mitigations.projection import Projection, weight_with
+from acutance.mitigations.projection import Projection, Projections, weight_with
 from acutance.models.kernels import mlp
 
 AttentionKind = Literal["softmax", "symmetric", "rbf", "linear", "polynomial"]
 NormPlace = Literal["pre", "post"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockConfig:
-    """What one block is made of."""
+class ModelConfig:
+    """The base of the models' configurations, which are frozen dataclasses. Blocks are built from them.
+
+    What is an option of some models only is a plain attribute of the others.
+    """
 
     dim: int
     heads: int
-    hidden: int  # channels inside the MLP
-    attention: AttentionKind = "softmax"
-    causal: bool = False
-    qkv_bias: bool = True
-    proj_bias: bool = True
-    norm: NormPlace = "pre"
-    norm_eps: float = 1e-6
-    activation: Callable[[], nn.Module] = nn.GELU
-    layer_scale: float | None = None
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
+    dropout: float
+    attention: Any = "softmax"
+    causal: Any = False
+    norm: Any = "pre"
+    norm_eps: Any = 1e-6
+    activation: Any = nn.GELU
+    qkv_bias: Any = True
+    proj_bias: Any = True
+    layer_scale: Any = None
+    hidden: Any = property(lambda self: int(self.dim * self.mlp_ratio))  # channels inside the MLP
+    attention_dropout: Any = property(lambda self: self.dropout)
+
+    def __post_init__(self) -> None:
+        """Refuse counts below 1, unknown words, heads that do not divide dim, patches that do not tile the image."""
+        own: Any = self
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(own, name)
+            if kind is int and value < (least := 0 if name == "registers" else 1):
+                raise AcutanceError(f"{name} must be at least {least}, not {value}")
+            if get_origin(kind) is Literal and value not in get_args(kind):
+                raise AcutanceError(f"unknown {name} {value!r}; known: {', '.join(get_args(kind))}")
+            if name.endswith("heads") and own.dim % value:
+                raise AcutanceError(f"dim {own.dim} cannot be shared out among {value} heads: choose a multiple")
+            if isinstance(value, list):  # from JSON
+                object.__setattr__(self, name, tuple(value))
+        if hasattr(self, "patch_size") and own.image_size % own.patch_size:
+            raise AcutanceError(f"image_size {own.image_size} is no multiple of patch_size {own.patch_size}")
+        layers = getattr(self, "mitigation_layers", None) or ()
+        if unknown := [layer for layer in layers if not 1 <= layer <= own.depth]:
+            raise AcutanceError(f"mitigation_layers {unknown}: the layers are numbered 1 to {own.depth}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
 
 
 class Attention(nn.Module):
     """Multi-head self-attention with a place for a mitigation and an observer."""
 
-    def __init__(self, config: BlockConfig, layer: int = 1) -> None:
+    def __init__(self, config: ModelConfig, layer: int = 1) -> None:
         super().__init__()
         self.layer = layer  # depth; 1 is the first
         self.heads, self.head_dim = config.heads, config.dim // config.heads
@@ -57,12 +82,12 @@ class Attention(nn.Module):
         self.mitigation = Mitigation()
         self.observer: Callable[[AttentionCall], None] | None = None
 
-    def projections(self) -> tuple[Projection, Projection, Projection, Projection]:
+    def projections(self) -> Projections:
         """W_Q, W_K, W_V and W_proj. In symmetric attention W_Q is W_K."""
         dim = self.heads * self.head_dim
         starts = (0, 0, dim) if self.kernel == "symmetric" else (0, dim, 2 * dim)
         q, k, v = (Projection(getattr(self, self.joint), slice(start, start + dim)) for start in starts)
-        return q, k, v, Projection(self.proj)
+        return Projections(q, k, v, Projection(self.proj))
 
     def forward(
         self, x: Tensor, v0: Tensor | None, weights: Weights | None = None, residual: Tensor | None = None
@@ -143,7 +168,7 @@ class DropPath(nn.Dropout):
 class Block(nn.Module):
     """Attention and MLP, each in a residual branch, with its norm before the branch or after the sum."""
 
-    def __init__(self, config: BlockConfig, drop_path: float = 0.0, layer: int = 1) -> None:
+    def __init__(self, config: ModelConfig, drop_path: float = 0.0, layer: int = 1) -> None:
         super().__init__()
         gain = config.layer_scale
         self.post_norm = config.norm == "post"

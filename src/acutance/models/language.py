@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from acutance.errors import AcutanceError, ShapeError
 from acutance.mitigations import Mitigation
-from acutance.models.vit import INIT_STD, BlockStack, ModelConfig, make_blocks
+from acutance.models.block import ModelConfig
+from acutance.models.vit import INIT_STD, BlockStack, make_blocks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from acutance.errors import ShapeError
 from acutance.mitigations import Mitigation
 from acutance.models import vit
-from acutance.models.block import AttentionKind
+from acutance.models.block import AttentionKind, ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class SegmenterConfig(vit.ModelConfig):
+class SegmenterConfig(ModelConfig):
     """The choices behind a `Segmenter`; the defaults are the public code's, with DeiT-tiny as the encoder."""
 
     num_classes: int

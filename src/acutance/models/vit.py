@@ -1,13 +1,13 @@
 """A small readable vision Transformer whose state-dict keys are timm's, and the papers' models by name.
 
-`ModelConfig` and `BlockStack`, the stack of blocks with v⁰ passed along, are shared with the other reference models.
+`BlockStack`, the stack of blocks with v⁰ passed along, is shared with the other reference models.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,39 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from acutance.errors import AcutanceError, ShapeError
 from acutance.mitigations import LayerShape, Mitigation, as_mitigation
 from acutance.mitigations.eigen import weights_together
-from acutance.models.block import AttentionKind, Block, BlockConfig, NormPlace
+from acutance.models.block import AttentionKind, Block, ModelConfig, NormPlace
 
 INIT_STD = 0.02
 UNDECAYED = ("pos_embed", "cls_token", "dist_token", "reg_token", "cls_emb", "embed.weight")
-
-
-class ModelConfig:
-    """The base of the models' configurations, which are frozen dataclasses.
-
-    What is no option but differs from the defaults of `BlockConfig` is a plain attribute of the class.
-    """
-
-    def __post_init__(self) -> None:
-        """Refuse counts below 1, unknown words, heads that do not divide dim, patches that do not tile the image."""
-        own: Any = self
-        for name, kind in get_type_hints(type(self)).items():
-            value = getattr(own, name)
-            if kind is int and value < (least := 0 if name == "registers" else 1):
-                raise AcutanceError(f"{name} must be at least {least}, not {value}")
-            if get_origin(kind) is Literal and value not in get_args(kind):
-                raise AcutanceError(f"unknown {name} {value!r}; known: {', '.join(get_args(kind))}")
-            if name.endswith("heads") and own.dim % value:
-                raise AcutanceError(f"dim {own.dim} cannot be shared out among {value} heads: choose a multiple")
-            if isinstance(value, list):  # from JSON
-                object.__setattr__(self, name, tuple(value))
-        if hasattr(self, "patch_size") and own.image_size % own.patch_size:
-            raise AcutanceError(f"image_size {own.image_size} is no multiple of patch_size {own.patch_size}")
-        layers = getattr(self, "mitigation_layers", None) or ()
-        if unknown := [layer for layer in layers if not 1 <= layer <= own.depth]:
-            raise AcutanceError(f"mitigation_layers {unknown}: the layers are numbered 1 to {own.depth}")
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)  # type: ignore[call-overload, no-any-return]
 
 
 class ReferenceModel(nn.Module):
@@ -105,9 +76,8 @@ class BlockStack(ReferenceModel):
     def run_blocks(self, x: Tensor) -> Tensor:
         """All blocks, with v⁰ passed from each to the next."""
         v0: Tensor | None = None
-        mitigations = [block.attn.mitigation for block in self.blocks if type(block) is Block]
         # Wrapped for sharding, say, a block makes its weights itself: only inside are the parameters whole.
-        made = weights_together(mitigations) if len(mitigations) == len(self.blocks) else [None] * len(self.blocks)
+        made = weights_together([block.attn.mitigation if type(block) is Block else None for block in self.blocks])
         for block, weights in zip(self.blocks, made, strict=True):
             if self.checkpointing and torch.is_grad_enabled():
                 x, v0 = checkpoint(block, x, v0, weights, use_reentrant=False)
@@ -137,10 +107,8 @@ class BlockStack(ReferenceModel):
 
 def make_blocks(config: Any) -> nn.ModuleList:
     """The blocks of a model's configuration; stochastic depth grows linearly from 0 in the first."""
-    given = {"hidden": int(config.dim * getattr(config, "mlp_ratio", 0)), "attention_dropout": config.dropout}
-    given |= {field.name: getattr(config, field.name) for field in fields(BlockConfig) if hasattr(config, field.name)}
     rates = torch.linspace(0, config.drop_path, config.depth, device="cpu").tolist()
-    return nn.ModuleList(Block(BlockConfig(**given), rate, layer) for layer, rate in enumerate(rates, 1))
+    return nn.ModuleList(Block(config, rate, layer) for layer, rate in enumerate(rates, 1))
 
 
 def learnt_tokens(count: int, dim: int) -> nn.Parameter:
@@ -248,7 +216,7 @@ class ViTConfig(ModelConfig):
     dropout: float = 0.0  # after the embedding, the projections and in the MLP
     attention_dropout: float = 0.0  # on the attention weights
     stream: Literal["float32", "autocast"] = "float32"  # tokens between blocks; autocast's dtype makes steps faster
-    norm_eps, resizing = BlockConfig.norm_eps, "bicubic"  # timm's
+    resizing = "bicubic"  # timm's, as is `norm_eps`
 
     def __post_init__(self) -> None:
         super().__post_init__()

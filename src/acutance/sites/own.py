@@ -42,7 +42,7 @@ class BlockSite(AttentionSite):
         return Undo(partial(setattr, self.attention, "observer", None))
 
     def projections(self) -> Projections:
-        return Projections(*self.attention.projections())
+        return self.attention.projections()
 
     def pre_norm(self) -> nn.Module | None:
         return None if self.block.post_norm else self.block.norm1

@@ -148,7 +148,7 @@ class AttentionSite(ABC):
             try:
                 mitigation.parametrise(*weights)
             except BaseException:
-                self.replace(None)
+                self.uninstall()
                 raise
 
     def uninstall(self) -> None:
