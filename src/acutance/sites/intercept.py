@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -118,7 +118,7 @@ class Intercept(TorchFunctionMode):
         super().__init__()
         self.attend, self.x, self.name = attend, x, name
         self.watched: Any = WATCHED if torch.compiler.is_compiling() else WATCHED_SET
-        self.maps: list[tuple[Tensor, Map]] = []
+        self.maps: list[Map] = []
         self.scores: Scores | None = None
         self.scaled: Any = (None, None, 1.0)  # the last tensor that was multiplied by a number, its source, the number
         self.products = 0
@@ -142,11 +142,12 @@ class Intercept(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func in SOFTMAX and _over_last_axis(out, *args, **kwargs):
             known = self.scores if self.scores is not None and self.scores.logits is args[0] else None
-            self.maps.append((out, Map(out, args[0], scores=known)))
-        elif func in PRODUCT:
-            self.scores = self._product(out, *args) if out.ndim > 2 else None
-        elif func is torch.baddbmm:
-            self.scores = self._product(out, args[1], args[2], args[0])
+            self.maps.append(Map(out, args[0], scores=known))
+        elif func in PRODUCT or func is torch.baddbmm:
+            *mask, q, k = args
+            q, scale = self.scaled[1:] if self.scaled[0] is q else (q, 1.0)  # queries that were scaled before
+            own = Scores(out, q, k.transpose(-2, -1), scale, mask=mask[0] if mask else None)
+            self.scores = own if out.ndim > 2 else None
         elif self.scores is not None and isinstance(out, Tensor) and args and args[0] is self.scores.logits:
             self.scores = self.scores.after(func, out, args)
         elif func is torch.einsum:
@@ -170,19 +171,13 @@ class Intercept(TorchFunctionMode):
         finally:
             _LOCAL.mode = before
 
-    def _product(self, out: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Scores:
-        """Products q kᵀ, of queries that may have been scaled before."""
-        q, scale = self.scaled[1:] if self.scaled[0] is q else (q, 1.0)
-        return Scores(out, q, k.transpose(-2, -1), scale, mask=mask)
-
     def _of_maps(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What becomes of a softmax; None where the operation has none."""
         operands = _operands(args) if func is torch.einsum else args
-        known, place = _find(self.maps, operands[0]) if operands else None, 0
-        if known is None and len(operands) > 1:
-            known, place = _find(self.maps, operands[1]), 1
-        if known is None:
+        found = [(known, place) for place, x in enumerate(operands[:2]) for known in self.maps if known.weights is x]
+        if not found:
             return None
+        known, place = found[0]
         if func is torch.einsum and (pair := _as_matmul(args[0], operands, place)) is not None:
             return self._attend(written_product(self.x, known, torch.matmul, pair[1])).permute(pair[2])
         if place == 0 and func in PRODUCT and args[1].ndim > 2 and args[1].shape[-2] == known.weights.shape[-1]:
@@ -192,7 +187,7 @@ class Intercept(TorchFunctionMode):
             drops = func is F.dropout and kwargs.get("training", args[2] if len(args) > 2 else True)
             rate = float(kwargs.get("p", args[1] if len(args) > 1 else 0.5)) if drops else known.dropout
             is_mixed = known.is_mixed or func not in CARRY
-            self.maps.append((out, Map(out, known.logits, is_mixed, rate, known.scores)))
+            self.maps.append(Map(out, known.logits, is_mixed, rate, known.scores))
         return out
 
     def _attend(self, product: Product) -> Tensor:
@@ -205,13 +200,6 @@ class Intercept(TorchFunctionMode):
         self.maps, self.scores, self.scaled = [], None, (None, None, 1.0)  # held no longer than needed
         self.watched = (F.scaled_dot_product_attention, MULTIHEAD, Tensor.unflatten)
         return product.back(self.attend(product))
-
-
-def _find(known: Sequence[tuple[Tensor, Any]], x: Any, default: Any = None) -> Any:
-    for tensor, found in known:
-        if tensor is x:
-            return found
-    return default
 
 
 def _operands(args: Any) -> Any:
