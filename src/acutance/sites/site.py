@@ -8,14 +8,11 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from acutance.attention import AttentionCall
-from acutance.errors import TOKENS_REMAIN as TOKENS_REMAIN
+from acutance.attention.attend import Observer
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.mitigations import LayerShape, Mitigation, UnknownShape
 from acutance.mitigations.projection import Projection, Projections
 from acutance.sites.structure import Layer, SpecialTokens, grid_as_tokens, tokens_by_name
-
-Observer = Callable[[AttentionCall], None]
 
 
 class Undo:
@@ -103,8 +100,7 @@ class AttentionSite(ABC):
 
     def pre_norm_gain(self) -> Tensor | None:
         """What the pre-norm multiplies each channel (dim,) by."""
-        gain = getattr(self.pre_norm(), "weight", None)
-        return gain if isinstance(gain, Tensor) else None
+        return getattr(self.pre_norm(), "weight", None)
 
     def between(self) -> str | None:
         """What stands between attention and W_proj, such as a norm or a gate, which no H has."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, nn
 
@@ -81,8 +82,7 @@ def take_over_sdpa() -> None:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         site = module.__dict__.get(SITE)
-        now = None if site is None else site.stack.passes.current()
-        if site is None or now is None or not now.is_called:
+        if site is None or not site.interface or not site.is_active or site.stack.passes.current() is None:
             answer: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **options)
             return answer
         u = site.attend(_product(own, module, query, key, value, attention_mask, options))
@@ -125,19 +125,6 @@ def _product(
     return Product(v, attention, lambda u: u, about)
 
 
-def _attentions(model: nn.Module) -> dict[str, nn.Module]:
-    return {
-        name: module
-        for name, module in modules_of(model).items()
-        if _attends(module)
-        and not any(_attends(child) for child in module.modules() if child is not module)
-        and not structure.CROSS.search(
-            re.split(r"\.\d+\.", name)[-1]
-        )  # inside the block: the model's own name is its user's
-        and not getattr(module, "is_cross_attention", False)
-    }
-
-
 def _attends(module: nn.Module) -> bool:
     """By its class, which transformers names so without exception; a pooling head's is none of the layers'."""
     cls = type(module)
@@ -145,11 +132,24 @@ def _attends(module: nn.Module) -> bool:
     return named and any(parent.__module__.startswith("transformers.") for parent in cls.__mro__)
 
 
+def _crosses(path: str, module: nn.Module) -> bool:
+    """Whether it attends to other tokens, by its name inside the block: the model's own name is its user's."""
+    inside = re.split(r"\.\d+\.", path)[-1]
+    return bool(structure.CROSS.search(inside)) or getattr(module, "is_cross_attention", False)
+
+
 @structure.cached
 def _layers(model: nn.Module) -> list[Layer]:
-    found = _attentions(model)
-    interface = all(getattr(module, "_supports_attention_backend", True) for module in modules_of(model).values())
-    return structure.layers_in(model, found, interface=interface) if found else []
+    modules = modules_of(model)
+    found = structure.innermost({path: module for path, module in modules.items() if _attends(module)})
+    inside = {
+        path: re.split(r"\.\d+\.", path)[-1] for path in found
+    }  # of the block: the model's own name is its user's
+    crosses = {path for path in found if structure.CROSS.search(inside[path])}
+    crosses |= {path for path, module in found.items() if getattr(module, "is_cross_attention", False)}
+    layers = structure.layers_in(model, {path: found[path] for path in found if path not in crosses})
+    interface = all(getattr(module, "_supports_attention_backend", True) for module in modules.values())
+    return [layer._replace(interface=interface) for layer in layers]
 
 
 def _special_tokens(model: nn.Module) -> SpecialTokens:
@@ -203,12 +203,10 @@ def notes_of(config: Any) -> dict[str, dict[str, str]]:
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
     """With a cache a model takes packed documents for one, and keeps keys and values nobody asks for."""
-    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     with ExitStack() as stack:
-        for config in found:
+        for config in (getattr(module, "config", None) for module in model.modules()):
             if hasattr(config, "use_cache"):  # shared ones come several times
-                stack.callback(setattr, config, "use_cache", config.use_cache)
-                config.use_cache = False
+                stack.enter_context(patch.object(config, "use_cache", False))
         yield
 
 
