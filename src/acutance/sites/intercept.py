@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ CASTS = (Tensor.to, Tensor.type_as, Tensor.type, Tensor.float, Tensor.half, Tens
 SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__iadd__, Tensor.add_)
 FACTORS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, Tensor.mul_)
 QUOTIENTS = (torch.div, Tensor.div, Tensor.__truediv__, Tensor.__itruediv__, Tensor.div_)
+SCALINGS = (*FACTORS, *QUOTIENTS)
 FILLS = (torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_)
 TANH = (torch.tanh, Tensor.tanh)
 # Operations that leave the rows of a softmax what they are.
@@ -40,21 +40,18 @@ SINKS = "its tokens may attend to nothing (sinks), so A's rows do not sum to one
 MIXED = "it mixes its heads before or after the softmax, so there is no attention operator per head"
 
 
-class _Local(threading.local):
-    mode: Any = None  # that runs `_direct` in this thread
-
-
 # torch hands this function to a mode as a whole. The same code with other names shows what is inside: to the mode, by
 # another answer to "is anybody looking?", or directly, by our own product, which spares the mode 40 operations.
 # Without a __name__ Dynamo looks names up here; it does not trace the check of a mask's shape.
-_LOCAL = _Local()
-_NAMES = {name: value for name, value in vars(F).items() if name != "__name__"}
+_NAMES = {name: vars(F)[name] for name in ("__builtins__", *MULTIHEAD.__code__.co_names) if name in vars(F)}
 _NAMES |= {"has_torch_function": lambda _: False, "_check_key_padding_mask": lambda *_: None}
-_OURS = {"scaled_dot_product_attention": lambda *args, **kwargs: _LOCAL.mode.sdpa(*args, **kwargs)}
-_watched, _direct = (
-    FunctionType(MULTIHEAD.__code__, names, MULTIHEAD.__name__, MULTIHEAD.__defaults__)
-    for names in (_NAMES, _NAMES | _OURS)
-)
+
+
+def _multihead_with(**names: Any) -> Callable[..., Any]:
+    return FunctionType(MULTIHEAD.__code__, _NAMES | names, MULTIHEAD.__name__, MULTIHEAD.__defaults__)
+
+
+_watched = _multihead_with()
 
 
 class Product(NamedTuple):
@@ -85,9 +82,7 @@ class Scores(NamedTuple):
         elif (func in SUMS or func in FILLS) and isinstance(other, Tensor) and softcap != 0.0:
             bias = other if func in SUMS else torch.zeros_like(other, dtype=out.dtype).masked_fill(other, args[2])
             mask = bias if mask is None else mask + bias
-        elif (
-            (func in FACTORS or func in QUOTIENTS) and isinstance(other, (int, float)) and mask is None and not softcap
-        ):
+        elif func in SCALINGS and isinstance(other, (int, float)) and mask is None and not softcap:
             factor = 1 / other if func in QUOTIENTS else float(other)
             scale, softcap = scale * factor, None if softcap is None else factor
         elif func not in CASTS:
@@ -165,11 +160,7 @@ class Intercept(TorchFunctionMode):
         if kwargs.get("need_weights", True) or torch.compiler.is_compiling():
             with self:
                 return _watched(*args, **kwargs)
-        before, _LOCAL.mode = _LOCAL.mode, self
-        try:
-            return _direct(*args, **kwargs)
-        finally:
-            _LOCAL.mode = before
+        return _multihead_with(scaled_dot_product_attention=self.sdpa)(*args, **kwargs)
 
     def _of_maps(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What becomes of a softmax; None where the operation has none."""

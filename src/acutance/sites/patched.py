@@ -100,7 +100,7 @@ class PatchedSite(AttentionSite):
 
     def __init__(self, stack: Stack, layer: Layer) -> None:
         self.stack = stack
-        self.layer, self.name, self.block, self.attention, self.stage, self.interface = layer
+        self.layer, self.name, self.block, self.attention, self.stage = layer
         self.observer: Observer | None = None
         self._forward: Callable[..., Any] | None = None  # another one's patch of the attention's forward
         self._projection: nn.Module | None = None  # W_proj, where a hook on it ends the branch

@@ -100,7 +100,8 @@ class AttentionSite(ABC):
 
     def pre_norm_gain(self) -> Tensor | None:
         """What the pre-norm multiplies each channel (dim,) by."""
-        return getattr(self.pre_norm(), "weight", None)
+        gain = getattr(self.pre_norm(), "weight", None)
+        return gain if isinstance(gain, Tensor) else None
 
     def between(self) -> str | None:
         """What stands between attention and W_proj, such as a norm or a gate, which no H has."""

@@ -64,7 +64,6 @@ class Layer(NamedTuple):
     block: nn.Module
     attention: nn.Module
     stage: str = ""  # path of the container that holds the block
-    interface: bool = False  # whether the model promises to call its attention through its library's interface
 
 
 class SpecialTokens(NamedTuple):
@@ -110,6 +109,8 @@ def tokens_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """The tokens among a module's arguments: the first tensor."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
+            if value.is_nested:
+                raise AcutanceError("a block was given a nested tensor: pass a padded one and a mask")
             return value
     raise AcutanceError(f"no tensor among the arguments {list(kwargs)} of a block")
 

@@ -18,8 +18,6 @@ from acutance.sites.named import NamedSite
 from acutance.sites.site import Library
 from acutance.sites.structure import Layer, modules_of
 
-TORCH_STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
-
 
 class MultiheadSite(NamedSite):
     """One `nn.MultiheadAttention`, used as self-attention."""
@@ -92,11 +90,6 @@ class MultiheadSite(NamedSite):
         for encoder in self._encoders:
             encoder.use_nested_tensor = True
 
-    def _enter_block(self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if structure.tokens_in(args, kwargs).is_nested:
-            raise AcutanceError(f"the block of {self.name} was given a nested tensor: pass a padded one and a mask")
-        super()._enter_block(block, args, kwargs)
-
     def now(self, x: Tensor) -> ForwardPass:
         now = super().now(x)
         now.entering = self._batched(x)
@@ -134,7 +127,7 @@ def _final_norm(model: nn.Module) -> nn.Module:
     last = cast(MultiheadSite, find(model)[-1])
 
     def choose(holder: nn.Module, blocks: str) -> nn.Module | None:
-        if not last.block_is_batch_first() and not isinstance(holder, TORCH_STACKS):
+        if not last.block_is_batch_first() and not isinstance(holder, (nn.TransformerEncoder, nn.TransformerDecoder)):
             return None  # whether its norm is given (tokens, batch, dim) too is not known
         names = [name for name, _ in holder.named_children()]
         later = (holder.get_submodule(name) for name in names[names.index(blocks) + 1 :])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,8 @@ NOTE = "acutance"  # where a configuration says what its model carries
 class HuggingFaceSite(NamedSite):
     """The attention of one layer of a transformers model."""
 
+    interface = False  # whether its forward calls attention through the library's interface
+
     def refuse_first_values(self) -> str | None:
         if type(self.attention).__name__.startswith("Albert"):
             return "all its layers are one module, so there is no first layer to tell from the others"
@@ -34,6 +37,7 @@ class HuggingFaceSite(NamedSite):
     def route(self) -> None:
         """Through the attention interface, or intercepted, where the model's function lets anybody look."""
         self._implementation()
+        self.interface = "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(self.attention).forward).__code__.co_names
         if self.interface:
             take_over_sdpa()
         super().route()
@@ -140,16 +144,8 @@ def _crosses(path: str, module: nn.Module) -> bool:
 
 @structure.cached
 def _layers(model: nn.Module) -> list[Layer]:
-    modules = modules_of(model)
-    found = structure.innermost({path: module for path, module in modules.items() if _attends(module)})
-    inside = {
-        path: re.split(r"\.\d+\.", path)[-1] for path in found
-    }  # of the block: the model's own name is its user's
-    crosses = {path for path in found if structure.CROSS.search(inside[path])}
-    crosses |= {path for path, module in found.items() if getattr(module, "is_cross_attention", False)}
-    layers = structure.layers_in(model, {path: found[path] for path in found if path not in crosses})
-    interface = all(getattr(module, "_supports_attention_backend", True) for module in modules.values())
-    return [layer._replace(interface=interface) for layer in layers]
+    found = structure.innermost({path: module for path, module in modules_of(model).items() if _attends(module)})
+    return structure.layers_in(model, {path: module for path, module in found.items() if not _crosses(path, module)})
 
 
 def _special_tokens(model: nn.Module) -> SpecialTokens:
