@@ -20,16 +20,7 @@ from acutance.sites import structure
 from acutance.sites.patched import PatchedSite, make_sites
 from acutance.sites.site import AttentionSite, Library, Undo
 from acutance.sites.stream import StreamCheck
-from acutance.sites.structure import (
-    Layer,
-    SpecialTokens,
-    cached,
-    cached_lookup,
-    modules_of,
-    outwards,
-    tokens_in,
-    tokens_out,
-)
+from acutance.sites.structure import Layer, SpecialTokens, cached, cached_lookup, modules_of, tokens_in, tokens_out
 
 __all__ = ["AttentionSite", "Layer", "Library", "NoSitesError", "PatchedSite", "SpecialTokens", "Undo"]
 __all__ += ["cached_lookup", "tokens_in", "tokens_out"]
@@ -84,16 +75,17 @@ def _library(model: nn.Module) -> Library:
 def _refuse_layers_elsewhere(model: nn.Module, found: Sequence[Layer]) -> None:
     """Layers of another library, or of none, must not be left out silently."""
     paths = {module: path for path, module in modules_of(model).items()}
-    own = outwards(paths[found[0].block])[-2::-1]
+    own = structure.outwards(paths[found[0].block])[-2::-1]
     inside = {paths[layer.block] for layer in found}
-    around = {up for layer in found for up in outwards(paths[layer.attention])}
+    around = {up for layer in found for up in structure.outwards(paths[layer.attention])}
     parts: dict[str, None] = {}
     for path, listed in structure.lists_in(model).items():
-        kinds = [type(structure.unwrapped(block)) for block in listed.values() if _names_attention(block)]
-        if len(kinds) > len(set(kinds)) and path not in around and inside.isdisjoint(outwards(path)):
-            parts[next(up for up in outwards(path)[::-1] if up not in around)] = None
+        if path not in around and inside.isdisjoint(structure.outwards(path)):
+            kinds = [type(structure.unwrapped(block)) for block in listed.values() if _names_attention(block)]
+            if len(kinds) > len(set(kinds)):
+                parts[next(up for up in structure.outwards(path)[::-1] if up not in around)] = None
     if parts:
-        first = next(up for up in own if not any(up in outwards(part) for part in parts))
+        first = next(up for up in own if not any(up in structure.outwards(part) for part in parts))
         raise structure.several_stacks(model, [first, *parts])
 
 
@@ -134,8 +126,8 @@ def _lists_of(model: nn.Module, blocks: Container[nn.Module]) -> list[dict[str, 
 def modules_unread(model: nn.Module) -> list[str]:
     """The paths of what learns something and is no block: between the blocks, or a list of others as large."""
     known = {block for _, block, _ in blocks(model)}
-    # Where blocks were told by structure alone.
-    found = structure.other_blocks(model, known) if _library(model).is_watched(model) else []
+    is_by_structure = _library(model).is_watched(model)
+    found = structure.other_blocks(model, known) if is_by_structure else []
     for listed in _lists_of(model, known):
         places = [place for place, member in enumerate(listed.values()) if member in known]
         between = list(listed.items())[places[0] : places[-1]]
@@ -156,7 +148,7 @@ def special_tokens(model: nn.Module, part: str | None = None) -> SpecialTokens:
     Of a part, those of the models around it that have no other stack: embeddings are outside of an encoder.
     """
     with suppress(SeveralStacksError):
-        for around in map(model.get_submodule, outwards(part)):
+        for around in map(model.get_submodule, structure.outwards(part)):
             if any(found := _known(around)[0].special_tokens(around)):
                 return found
     return SpecialTokens()
@@ -171,7 +163,7 @@ def token_kind(model: nn.Module, part: str | None) -> dict[str, bool]:
     _, block, _ = blocks(part_of(model, part))[0]
     pads = any(name.startswith("_pad_to_") for kind in {*map(type, model.modules())} for name in dir(kind))
     names = re.findall("encoder|decoder", structure.path_of(model, block))
-    inputs = (getattr(model.get_submodule(path), "main_input_name", None) for path in outwards(part))
+    inputs = (getattr(model.get_submodule(path), "main_input_name", None) for path in structure.outwards(part))
     images = next(filter(None, inputs), None) == "pixel_values"
     return {"decoder": names[-1:] == ["decoder"], "images": images, "pads": pads}
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor, nn
 
@@ -200,9 +199,11 @@ def notes_of(config: Any) -> dict[str, dict[str, str]]:
 def _without_cache(model: nn.Module) -> Iterator[None]:
     """With a cache a model takes packed documents for one, and keeps keys and values nobody asks for."""
     with ExitStack() as stack:
-        for config in (getattr(module, "config", None) for module in model.modules()):
+        configs: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
+        for config in configs:
             if hasattr(config, "use_cache"):  # shared ones come several times
-                stack.enter_context(patch.object(config, "use_cache", False))
+                stack.callback(setattr, config, "use_cache", config.use_cache)
+                config.use_cache = False
         yield
 
 
