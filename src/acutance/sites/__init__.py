@@ -101,19 +101,23 @@ def blocks(model: nn.Module) -> list[tuple[int, nn.Module, Callable[[Tensor], Te
     are the model's largest list of equal modules.
     """
     try:
-        found = find(model)
+        library, layers = _known(model)
     except NoSitesError:
         repeated = structure.blocks_in_order(model).values()
         if not repeated:
             raise
         return [(layer, block, partial(structure.grid_as_tokens, block)) for layer, block in enumerate(repeated, 1)]
-    as_tokens = {site.block: site.tokens for site in found}
+    by_grid = getattr(library.site, "tokens", None) is AttentionSite.tokens  # others ask the site
+    found: Sequence[Any] = layers if by_grid else find(model)
+    as_tokens = {
+        layer.block: getattr(layer, "tokens", partial(structure.grid_as_tokens, layer.block)) for layer in found
+    }
     kinds = {kind for block in as_tokens for kind in type(block).__mro__} - NO_KIND
     members = [member for listed in _lists_of(model, as_tokens) for member in listed.values()]
     every = [member for member in members if member in as_tokens or not kinds.isdisjoint(type(member).__mro__)]
     if not as_tokens.keys() <= set(every) or len(every) > len(set(every)):
         every = list(as_tokens)
-    return [(layer, block, as_tokens.get(block, found[0].tokens)) for layer, block in enumerate(every, 1)]
+    return [(layer, block, as_tokens.get(block, as_tokens[found[0].block])) for layer, block in enumerate(every, 1)]
 
 
 def _lists_of(model: nn.Module, blocks: Container[nn.Module]) -> list[dict[str, nn.Module]]:
