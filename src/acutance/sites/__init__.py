@@ -6,8 +6,8 @@ of a metric or a mitigation stands here.
 
 import pkgutil
 import re
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -64,34 +64,33 @@ def _known(model: nn.Module) -> tuple[Library, tuple[Layer, ...]]:
     raise refusals[0]
 
 
+def _library(model: nn.Module) -> Library:
+    """The library that knows the model; the most general one where its attention is not known."""
+    try:
+        return _known(model)[0]
+    except NoSitesError:
+        return LIBRARIES[-1]
+
+
 def _refuse_layers_elsewhere(model: nn.Module, found: Sequence[Layer]) -> None:
     """Layers of another library, or of none, must not be left out silently."""
-    known, blocks = {layer.attention for layer in found}, {layer.block for layer in found}
-
-    def layers_beside(module: nn.Module, path: str) -> Iterator[str]:
-        for name, child in module.named_children():
-            if child in blocks:
-                continue
-            if known.intersection(child.modules()):
-                yield from layers_beside(child, structure.join(path, name))
-            elif any(map(_lists_attentions, child.modules())):
-                yield structure.join(path, name)
-
-    parts = list(layers_beside(model, ""))
+    paths = {module: path for path, module in modules_of(model).items()}
+    own = structure.outwards(paths[found[0].block])[-2::-1]
+    inside = {paths[layer.block] for layer in found}
+    around = {up for layer in found for up in structure.outwards(paths[layer.attention])}
+    parts: dict[str, None] = {}
+    for path, listed in structure.lists_in(model).items():
+        if path not in around and inside.isdisjoint(structure.outwards(path)):
+            kinds = [type(structure.unwrapped(block)) for block in listed.values() if _names_attention(block)]
+            if len(kinds) > len(set(kinds)):
+                parts[next(up for up in structure.outwards(path)[::-1] if up not in around)] = None
     if parts:
-        around = list(structure.outwards(structure.path_of(model, found[0].block)))[-2::-1]
-        own = next(up for up in around if not any(f"{part}.".startswith(f"{up}.") for part in parts))
-        raise structure.several_stacks(model, [own, *parts], [own, *parts])
+        first = next(up for up in own if not any(up in structure.outwards(part) for part in parts))
+        raise structure.several_stacks(model, [first, *parts])
 
 
-def _lists_attentions(module: nn.Module) -> bool:
-    """Whether it lists several blocks of one class that have attention inside."""
-    attending = [
-        type(structure.unwrapped(block))
-        for block in (module.children() if isinstance(module, structure.CONTAINERS) else ())
-        if any(ATTENTION.search(type(inside).__name__) for inside in block.modules())
-    ]
-    return len(attending) > len(set(attending))
+def _names_attention(block: nn.Module) -> bool:
+    return any(ATTENTION.search(type(inside).__name__) for inside in block.modules())
 
 
 @cached
@@ -104,43 +103,39 @@ def blocks(model: nn.Module) -> list[tuple[int, nn.Module, Callable[[Tensor], Te
     try:
         library, layers = _known(model)
     except NoSitesError:
-        repeated = structure.blocks_in_order(model)
+        repeated = structure.blocks_in_order(model).values()
         if not repeated:
             raise
-        return [
-            (layer, block, partial(structure.grid_as_tokens, block)) for layer, (_, block) in enumerate(repeated, 1)
-        ]
+        return [(layer, block, partial(structure.grid_as_tokens, block)) for layer, block in enumerate(repeated, 1)]
     by_grid = getattr(library.site, "tokens", None) is AttentionSite.tokens  # others ask the site
     found: Sequence[Any] = layers if by_grid else find(model)
     as_tokens = {
         layer.block: getattr(layer, "tokens", partial(structure.grid_as_tokens, layer.block)) for layer in found
     }
     kinds = {kind for block in as_tokens for kind in type(block).__mro__} - NO_KIND
-    members = [member for listed in _lists_of(model, as_tokens) for _, member in listed]
+    members = [member for listed in _lists_of(model, as_tokens) for member in listed.values()]
     every = [member for member in members if member in as_tokens or not kinds.isdisjoint(type(member).__mro__)]
     if not as_tokens.keys() <= set(every) or len(every) > len(set(every)):
         every = list(as_tokens)
     return [(layer, block, as_tokens.get(block, as_tokens[found[0].block])) for layer, block in enumerate(every, 1)]
 
 
-def _lists_of(model: nn.Module, blocks: Collection[nn.Module]) -> Iterator[list[tuple[str, nn.Module]]]:
-    """The lists that hold some of the blocks: their members by path, without wrappers."""
-    for path, module in modules_of(model).items():
-        children = module.named_children() if isinstance(module, structure.CONTAINERS) else ()
-        members = [(structure.join(path, name), structure.unwrapped(child)) for name, child in children]
-        if any(member in blocks for _, member in members):
-            yield members
+def _lists_of(model: nn.Module, blocks: Container[nn.Module]) -> list[dict[str, nn.Module]]:
+    """The lists that hold some of the blocks, without wrappers."""
+    every = structure.lists_in(model).values()
+    lists = [{path: structure.unwrapped(member) for path, member in listed.items()} for listed in every]
+    return [listed for listed in lists if any(member in blocks for member in listed.values())]
 
 
 def modules_unread(model: nn.Module) -> list[str]:
     """The paths of what learns something and is no block: between the blocks, or a list of others as large."""
-    known, found = {block for _, block, _ in blocks(model)}, []
-    if _is_watched(model):  # whose blocks were told by structure alone
-        found += structure.other_blocks(model, known)
-    for members in _lists_of(model, known):
-        places = [place for place, (_, member) in enumerate(members) if member in known]
-        between = [(path, member) for path, member in members[places[0] : places[-1]] if member not in known]
-        found += [path for path, member in between if any(p.ndim > 1 for p in member.parameters())]
+    known = {block for _, block, _ in blocks(model)}
+    is_by_structure = _library(model).is_watched(model)
+    found = structure.other_blocks(model, known) if is_by_structure else []
+    for listed in _lists_of(model, known):
+        places = [place for place, member in enumerate(listed.values()) if member in known]
+        between = list(listed.items())[places[0] : places[-1]]
+        found += [path for path, m in between if m not in known and any(p.ndim > 1 for p in m.parameters())]
     return found
 
 
@@ -179,9 +174,7 @@ def token_kind(model: nn.Module, part: str | None) -> dict[str, bool]:
 
 def reading(model: nn.Module) -> AbstractContextManager[None]:
     """A context in which the library's models can be read, e.g. without a cache."""
-    with suppress(NoSitesError):
-        return _known(model)[0].reading(model)
-    return nullcontext()
+    return _library(model).reading(model)
 
 
 def final_norm(model: nn.Module) -> nn.Module:
@@ -221,14 +214,6 @@ def mitigation_spec(model: nn.Module) -> str | None:
     return "; ".join(f"{spec} in layers {', '.join(layers)}" for spec, layers in where.items())
 
 
-def _is_watched(model: nn.Module) -> bool:
-    """Whether its blocks may be no residual stream."""
-    try:
-        return _known(model)[0].is_watched(model)
-    except NoSitesError:
-        return True
-
-
 @contextmanager
 def checking_blocks(model: nn.Module, rows: Container[int], of_grids: Container[int], most: int) -> Iterator[None]:
     """While a batch runs in a with block, refuse blocks that are not given its samples' tokens."""
@@ -241,9 +226,9 @@ def checking_blocks(model: nn.Module, rows: Container[int], of_grids: Container[
             )
 
     with ExitStack() as stack:
-        if _is_watched(model):
+        if _library(model).is_watched(model):
             check = stack.enter_context(StreamCheck(rows, of_grids))
-            for path, block in structure.blocks_in_order(model):
+            for path, block in structure.blocks_in_order(model).items():
                 enter, leave = partial(check.enter_block, path), partial(check.leave_block, path)
                 stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
                 stack.callback(block.register_forward_hook(leave).remove)

@@ -168,8 +168,8 @@ def _run(module: nn.Module, tokens: Tensor, extra: Any) -> Any:
     parameters = inspect.signature(type(module).forward).parameters
     if "inputs_embeds" in parameters:
         return module.forward(inputs_embeds=tokens)
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [p for p in parameters.values() if p.kind in kinds and p.default is p.empty]
+    by_place = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = [p for p in by_place if p.default is p.empty]
     # BEiT's layers make a position bias for an image of some size.
     size = {"resolution": (64, 64)} if "resolution" in parameters else {}
     return module.forward(tokens, *[extra] * (len(required) - 2), **size)

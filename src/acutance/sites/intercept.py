@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ CASTS = (Tensor.to, Tensor.type_as, Tensor.type, Tensor.float, Tensor.half, Tens
 SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__iadd__, Tensor.add_)
 FACTORS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, Tensor.mul_)
 QUOTIENTS = (torch.div, Tensor.div, Tensor.__truediv__, Tensor.__itruediv__, Tensor.div_)
+SCALINGS = (*FACTORS, *QUOTIENTS)
 FILLS = (torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_)
 TANH = (torch.tanh, Tensor.tanh)
 # Operations that leave the rows of a softmax what they are.
@@ -40,21 +40,18 @@ SINKS = "its tokens may attend to nothing (sinks), so A's rows do not sum to one
 MIXED = "it mixes its heads before or after the softmax, so there is no attention operator per head"
 
 
-class _Local(threading.local):
-    mode: Any = None  # that runs `_direct` in this thread
-
-
 # torch hands this function to a mode as a whole. The same code with other names shows what is inside: to the mode, by
 # another answer to "is anybody looking?", or directly, by our own product, which spares the mode 40 operations.
 # Without a __name__ Dynamo looks names up here; it does not trace the check of a mask's shape.
-_LOCAL = _Local()
-_NAMES = {name: value for name, value in vars(F).items() if name != "__name__"}
+_NAMES = {name: vars(F)[name] for name in ("__builtins__", *MULTIHEAD.__code__.co_names) if name in vars(F)}
 _NAMES |= {"has_torch_function": lambda _: False, "_check_key_padding_mask": lambda *_: None}
-_OURS = {"scaled_dot_product_attention": lambda *args, **kwargs: _LOCAL.mode.sdpa(*args, **kwargs)}
-_watched, _direct = (
-    FunctionType(MULTIHEAD.__code__, names, MULTIHEAD.__name__, MULTIHEAD.__defaults__)
-    for names in (_NAMES, _NAMES | _OURS)
-)
+
+
+def _multihead_with(**names: Any) -> Callable[..., Any]:
+    return FunctionType(MULTIHEAD.__code__, _NAMES | names, MULTIHEAD.__name__, MULTIHEAD.__defaults__)
+
+
+_watched = _multihead_with()
 
 
 class Product(NamedTuple):
@@ -85,9 +82,7 @@ class Scores(NamedTuple):
         elif (func in SUMS or func in FILLS) and isinstance(other, Tensor) and softcap != 0.0:
             bias = other if func in SUMS else torch.zeros_like(other, dtype=out.dtype).masked_fill(other, args[2])
             mask = bias if mask is None else mask + bias
-        elif (
-            (func in FACTORS or func in QUOTIENTS) and isinstance(other, (int, float)) and mask is None and not softcap
-        ):
+        elif func in SCALINGS and isinstance(other, (int, float)) and mask is None and not softcap:
             factor = 1 / other if func in QUOTIENTS else float(other)
             scale, softcap = scale * factor, None if softcap is None else factor
         elif func not in CASTS:
@@ -118,7 +113,7 @@ class Intercept(TorchFunctionMode):
         super().__init__()
         self.attend, self.x, self.name = attend, x, name
         self.watched: Any = WATCHED if torch.compiler.is_compiling() else WATCHED_SET
-        self.maps: list[tuple[Tensor, Map]] = []
+        self.maps: list[Map] = []
         self.scores: Scores | None = None
         self.scaled: Any = (None, None, 1.0)  # the last tensor that was multiplied by a number, its source, the number
         self.products = 0
@@ -142,11 +137,12 @@ class Intercept(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func in SOFTMAX and _over_last_axis(out, *args, **kwargs):
             known = self.scores if self.scores is not None and self.scores.logits is args[0] else None
-            self.maps.append((out, Map(out, args[0], scores=known)))
-        elif func in PRODUCT:
-            self.scores = self._product(out, *args) if out.ndim > 2 else None
-        elif func is torch.baddbmm:
-            self.scores = self._product(out, args[1], args[2], args[0])
+            self.maps.append(Map(out, args[0], scores=known))
+        elif func in PRODUCT or func is torch.baddbmm:
+            *mask, q, k = args
+            q, scale = self.scaled[1:] if self.scaled[0] is q else (q, 1.0)  # queries that were scaled before
+            own = Scores(out, q, k.transpose(-2, -1), scale, mask=mask[0] if mask else None)
+            self.scores = own if out.ndim > 2 else None
         elif self.scores is not None and isinstance(out, Tensor) and args and args[0] is self.scores.logits:
             self.scores = self.scores.after(func, out, args)
         elif func is torch.einsum:
@@ -164,25 +160,15 @@ class Intercept(TorchFunctionMode):
         if kwargs.get("need_weights", True) or torch.compiler.is_compiling():
             with self:
                 return _watched(*args, **kwargs)
-        before, _LOCAL.mode = _LOCAL.mode, self
-        try:
-            return _direct(*args, **kwargs)
-        finally:
-            _LOCAL.mode = before
-
-    def _product(self, out: Tensor, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Scores:
-        """Products q kᵀ, of queries that may have been scaled before."""
-        q, scale = self.scaled[1:] if self.scaled[0] is q else (q, 1.0)
-        return Scores(out, q, k.transpose(-2, -1), scale, mask=mask)
+        return _multihead_with(scaled_dot_product_attention=self.sdpa)(*args, **kwargs)
 
     def _of_maps(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What becomes of a softmax; None where the operation has none."""
         operands = _operands(args) if func is torch.einsum else args
-        known, place = _find(self.maps, operands[0]) if operands else None, 0
-        if known is None and len(operands) > 1:
-            known, place = _find(self.maps, operands[1]), 1
-        if known is None:
+        found = [(known, place) for place, x in enumerate(operands[:2]) for known in self.maps if known.weights is x]
+        if not found:
             return None
+        known, place = found[0]
         if func is torch.einsum and (pair := _as_matmul(args[0], operands, place)) is not None:
             return self._attend(written_product(self.x, known, torch.matmul, pair[1])).permute(pair[2])
         if place == 0 and func in PRODUCT and args[1].ndim > 2 and args[1].shape[-2] == known.weights.shape[-1]:
@@ -192,7 +178,7 @@ class Intercept(TorchFunctionMode):
             drops = func is F.dropout and kwargs.get("training", args[2] if len(args) > 2 else True)
             rate = float(kwargs.get("p", args[1] if len(args) > 1 else 0.5)) if drops else known.dropout
             is_mixed = known.is_mixed or func not in CARRY
-            self.maps.append((out, Map(out, known.logits, is_mixed, rate, known.scores)))
+            self.maps.append(Map(out, known.logits, is_mixed, rate, known.scores))
         return out
 
     def _attend(self, product: Product) -> Tensor:
@@ -205,13 +191,6 @@ class Intercept(TorchFunctionMode):
         self.maps, self.scores, self.scaled = [], None, (None, None, 1.0)  # held no longer than needed
         self.watched = (F.scaled_dot_product_attention, MULTIHEAD, Tensor.unflatten)
         return product.back(self.attend(product))
-
-
-def _find(known: Sequence[tuple[Tensor, Any]], x: Any, default: Any = None) -> Any:
-    for tensor, found in known:
-        if tensor is x:
-            return found
-    return default
 
 
 def _operands(args: Any) -> Any:

@@ -5,18 +5,19 @@ Models of no known library are read by them too: blocks told by structure, atten
 
 import re
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from acutance.errors import AcutanceError, NoSitesError
+from acutance.errors import TOKENS_REMAIN, AcutanceError, NoSitesError
+from acutance.mitigations import LayerShape
 from acutance.mitigations.projection import Projection, Projections
 from acutance.sites import structure
 from acutance.sites.discovery import Surroundings, discover, is_norm, same_values
 from acutance.sites.patched import PatchedSite
-from acutance.sites.site import TOKENS_REMAIN, Library
+from acutance.sites.site import Library
 from acutance.sites.structure import ADVICE, Layer, modules_of, path_of
 
 NAMES = {
@@ -37,20 +38,11 @@ HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhea
 ATTENTION = re.compile("attention|attn|mhsa", re.IGNORECASE)
 
 
-class Sizes(NamedTuple):
-    """Heads and channels of one attention."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dim: int
-
-
 class NamedSite(PatchedSite):
     """One attention. Its weights are looked up when asked for: reading tokens needs none of them."""
 
     @cached_property
-    def _found(self) -> tuple[Projections, Sizes]:
+    def _found(self) -> tuple[Projections, LayerShape]:
         """Look the usual names up; what is missing is an error that says so."""
         attention, output = self.attention, output_of(self.block, self.attention)
         found = {kind: module for kind, names in NAMES.items() if (module := _child(attention, names)) is not None}
@@ -75,7 +67,8 @@ class NamedSite(PatchedSite):
                 rows = torch.arange(sum(counts) * head_dim, device="cpu").split([count * head_dim for count in counts])
             q, key, value = (Projection(found[source], part.flatten()) for part in rows)
             query = q if query_heads else query
-        return Projections(query, key, value, Projection(output)), Sizes(heads, kv_heads, head_dim, dim)
+        shape = LayerShape(self.layer, dim, heads, head_dim, kv_heads)
+        return Projections(query, key, value, Projection(output)), shape
 
     heads: Any = property(lambda self: self._found[1].heads)
     kv_heads: Any = property(lambda self: self._found[1].kv_heads)
@@ -156,7 +149,7 @@ class NamedSite(PatchedSite):
 def output_of(block: nn.Module, attention: nn.Module) -> nn.Module | None:
     """The module of W_proj, in the attention or in what is around it."""
     found = _child(attention, OUTPUT)
-    for path in list(structure.outwards(path_of(block, attention)))[1:-1]:
+    for path in structure.outwards(path_of(block, attention))[1:-1]:
         found = found or _child(block.get_submodule(path), OUTPUT_BESIDE)
     return found
 
@@ -207,11 +200,11 @@ class AnybodySite(NamedSite):
 
 
 def _layers(model: nn.Module) -> list[Layer]:
-    blocks = [(path, structure.unwrapped(block)) for path, block in structure.blocks_in_order(model)]
-    found = [_attention_of(path, block) for path, block in blocks]
+    blocks = {path: structure.unwrapped(block) for path, block in structure.blocks_in_order(model).items()}
+    found = [_attention_of(path, block) for path, block in blocks.items()]
     return [
-        Layer(layer, path_of(model, attention), block, attention, path.rpartition(".")[0])
-        for layer, ((path, block), attention) in enumerate(zip(blocks, found, strict=True), 1)
+        Layer(layer, path_of(model, attention), block, attention, structure.parent_of(path))
+        for layer, ((path, block), attention) in enumerate(zip(blocks.items(), found, strict=True), 1)
         if attention is not None and None not in found  # blocks without attention need a library of their own
     ]
 
@@ -224,8 +217,7 @@ def _attention_of(path: str, block: nn.Module) -> nn.Module | None:
         if name and ATTENTION.search(f"{type(module).__name__} {name.rpartition('.')[2]}")
         if module._modules.keys() - {structure.PARAMETRIZATIONS}
     }
-    inner = {name: m for name, m in named.items() if not any(other.startswith(f"{name}.") for other in named)}
-    if inner:
+    if inner := structure.innermost(named):
         return inner[structure.self_attention_in(path, inner)]
     return block if block._modules.keys() & {*NAMES["joint"], *NAMES["value"]} else None
 

@@ -5,12 +5,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from acutance.attention.attend import Observer
 from acutance.errors import AcutanceError
 from acutance.mitigations import Mitigation
 from acutance.mitigations.projection import Projections
 from acutance.models.block import Attention, Block
 from acutance.models.vit import BlockStack
-from acutance.sites.site import AttentionSite, Library, Observer, Undo
+from acutance.sites.site import AttentionSite, Library, Undo
 from acutance.sites.structure import Layer, SpecialTokens, join, modules_of, several_stacks
 
 
@@ -55,8 +56,7 @@ def _stacks(model: nn.Module) -> list[tuple[str, BlockStack]]:
     """The stack inside any wrappers, if there is one; two would make layer numbers ambiguous."""
     found = [(name, module) for name, module in modules_of(model).items() if isinstance(module, BlockStack)]
     if len(found) > 1:
-        names = [name for name, _ in found]
-        raise several_stacks(model, names, names)
+        raise several_stacks(model, [name for name, _ in found])
     return found
 
 

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from acutance.attention import AttentionCall, attend, finish
+from acutance.attention.attend import Observer
 from acutance.attention.call import MISSING
-from acutance.errors import AcutanceError, NoSitesError, ShapeError
+from acutance.errors import TOKENS_REMAIN, AcutanceError, NoSitesError, ShapeError
 from acutance.mitigations import Mitigation
-from acutance.sites.forward_pass import ForwardPass, Passes, first_values
+from acutance.sites.forward_pass import ForwardPass, Passes, TokenOrder, first_values
 from acutance.sites.intercept import Intercept, Product
-from acutance.sites.order import TokenOrder
-from acutance.sites.site import TOKENS_REMAIN, AttentionSite, Library, Observer, Undo
-from acutance.sites.structure import Layer, tokens_in, tokens_out
+from acutance.sites.site import AttentionSite, Library, Undo
+from acutance.sites.structure import CONTAINERS, Layer, outwards, tokens_in, tokens_out
 
+WITHOUT_FORWARD = (*CONTAINERS, nn.ModuleDict)  # of their own
 SITE = "_acutance_site"  # where an attention module keeps its site while it is routed
 
 
@@ -81,13 +82,15 @@ class Stack:
 
     def _end(self, _root: nn.Module, _args: Any, output: Any) -> None:
         ended = self.passes.end()
-        if output is not None and ended is not None and ended.attended < ended.entered:  # None: an error is on its way
+        if output is None or ended is None:  # an error is on its way
+            return
+        if ended.attended < ended.entered:
             raise AcutanceError(
                 f"{ended.entered - ended.attended} of {ended.entered} blocks ran and no mitigation or metric saw their "
                 f"attention: {type(self.sites[0].attention).__name__} uses neither scaled_dot_product_attention nor a "
                 f"softmax and a product. {TOKENS_REMAIN}"
             )
-        if output is not None and ended is not None and ended.order is not None:
+        if ended.order is not None:
             ended.order.refuse_moved()
             self.is_order_known = True
 
@@ -97,7 +100,7 @@ class PatchedSite(AttentionSite):
 
     def __init__(self, stack: Stack, layer: Layer) -> None:
         self.stack = stack
-        self.layer, self.name, self.block, self.attention, self.stage, self.interface = layer
+        self.layer, self.name, self.block, self.attention, self.stage = layer
         self.observer: Observer | None = None
         self._forward: Callable[..., Any] | None = None  # another one's patch of the attention's forward
         self._projection: nn.Module | None = None  # W_proj, where a hook on it ends the branch
@@ -181,13 +184,11 @@ class PatchedSite(AttentionSite):
     def _run(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         now = self.now(x)
         own = self._forward or partial(type(self.attention).forward, self.attention)
-        is_active = self.is_active
-        now.is_called = is_active and self.is_called(kwargs)
         now.behind = self.keys_behind(kwargs)
-        if not is_active:
+        if not self.is_active:
             now.attended += 1
             return own(*args, **kwargs)
-        if now.is_called:
+        if self.is_called(kwargs):
             output = own(*args, **kwargs)
         else:
             with Intercept(self.attend, x, self.name):
@@ -365,17 +366,12 @@ def make_sites(library: Library, model: nn.Module, layers: Sequence[Layer]) -> l
     known = [layer.attention.__dict__.get(SITE) for layer in layers]
     if all(site is not None for site in known):
         return known  # type: ignore[return-value]
-    stack = Stack(_caller_of(model, [layer.stage.split(".") for layer in layers]))
+    stack = Stack(_caller_of(model, [layer.stage for layer in layers]))
     return [library.site(stack, layer) for layer in layers]
 
 
-def _caller_of(model: nn.Module, stages: Sequence[Sequence[str]]) -> nn.Module:
+def _caller_of(model: nn.Module, stages: Sequence[str]) -> nn.Module:
     """The innermost module around all stages that has a forward of its own to run them."""
-    common = list(stages[0])
-    while any(common != list(stage[: len(common)]) for stage in stages):
-        common.pop()
-    while isinstance(caller := model.get_submodule(".".join(common)), (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-        if not common:
-            break
-        common.pop()
-    return caller
+    common = (up for up in outwards(stages[0]) if all(up in outwards(stage) for stage in stages))
+    callers = (module for module in map(model.get_submodule, common) if not isinstance(module, WITHOUT_FORWARD))
+    return next(callers, model)

@@ -8,14 +8,11 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from acutance.attention import AttentionCall
-from acutance.errors import TOKENS_REMAIN as TOKENS_REMAIN
+from acutance.attention.attend import Observer
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.mitigations import LayerShape, Mitigation, UnknownShape
 from acutance.mitigations.projection import Projection, Projections
 from acutance.sites.structure import Layer, SpecialTokens, grid_as_tokens, tokens_by_name
-
-Observer = Callable[[AttentionCall], None]
 
 
 class Undo:

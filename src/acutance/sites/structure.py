@@ -26,6 +26,7 @@ FINAL_NORMS = ("norm", "layernorm", "layer_norm", "final_layernorm", "final_laye
 CROSS = re.compile("cross|multihead_attn|enc.*attn|encdec|memory", re.IGNORECASE)  # beside a self-attention
 ADVICE = "Describe the model in a Library of its own"
 
+Modules = dict[str, nn.Module]  # by their paths
 Look = TypeVar("Look", bound=Callable[..., Any])
 _cache: ContextVar[dict[tuple[Any, ...], Any] | None] = ContextVar("cache", default=None)
 
@@ -63,7 +64,6 @@ class Layer(NamedTuple):
     block: nn.Module
     attention: nn.Module
     stage: str = ""  # path of the container that holds the block
-    interface: bool = False  # whether the model promises to call its attention through its library's interface
 
 
 class SpecialTokens(NamedTuple):
@@ -77,7 +77,7 @@ class SpecialTokens(NamedTuple):
 
 
 @cached
-def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+def modules_of(model: nn.Module) -> Modules:
     """The model and its modules by their paths, without parametrizations."""
     return {path: module for path, module in model.named_modules() if PARAMETRIZATIONS not in path.split(".")}
 
@@ -87,10 +87,15 @@ def path_of(model: nn.Module, module: nn.Module) -> str:
     return next(path for path, inside in modules_of(model).items() if inside is module)
 
 
-def outwards(path: str | None) -> Iterator[str]:
+def outwards(path: str | None) -> list[str]:
     """The path, then those of the modules around it, up to the model's own."""
     parts = path.split(".") if path else []
-    return (".".join(parts[:depth]) for depth in range(len(parts), -1, -1))
+    return [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]
+
+
+def parent_of(path: str) -> str:
+    """The path of the module around."""
+    return path.rpartition(".")[0]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -104,6 +109,8 @@ def tokens_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """The tokens among a module's arguments: the first tensor."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
+            if value.is_nested:
+                raise AcutanceError("a block was given a nested tensor: pass a padded one and a mask")
             return value
     raise AcutanceError(f"no tensor among the arguments {list(kwargs)} of a block")
 
@@ -121,32 +128,36 @@ def place_of(model: nn.Module, path: str) -> tuple[str, str, str]:
     The block is the innermost member of a container of equals around the module. Containers of unlike modules count
     only where there is none of equals: T5's blocks list their own parts. Outside of lists the parent is the block.
     """
-    modules, around = modules_of(model), list(outwards(path))[::-1]  # from the model to the module
-    inside = [up for up in around[:-1] if isinstance(modules[up], CONTAINERS)]
+    lists, around = lists_in(model), outwards(path)[::-1]  # from the model to the module
+    inside = [up for up in around[:-1] if up in lists]
     if not inside:
-        return path.rpartition(".")[0], "", ""
-    equals = [up for up in inside if _of_equals(modules[up])] or inside[:1]
+        return parent_of(path), "", ""
+    equals = [up for up in inside if len(kinds_of(lists[up])) == 1] or inside[:1]
     return around[around.index(equals[-1]) + 1], equals[-1], equals[0]
 
 
-def layers_in(model: nn.Module, found: Mapping[str, nn.Module], *, interface: bool = False) -> list[Layer]:
+def innermost(found: Modules) -> Modules:
+    """Those that hold none of the others."""
+    return {path: module for path, module in found.items() if not any(other.startswith(f"{path}.") for other in found)}
+
+
+def layers_in(model: nn.Module, found: Mapping[str, nn.Module]) -> list[Layer]:
     """The layers of these attentions, by path: one in every block of one stack.
 
     An attention beside the stack, such as a pooling head's, is no layer.
     """
-    stacks: dict[str, dict[tuple[str, str], dict[str, nn.Module]]] = {}  # by stack, and by block and stage
-    for path, attention in found.items():
-        block, stage, stack = place_of(model, path)
-        stacks.setdefault(stack, {}).setdefault((block, stage), {})[path] = attention
-    inner = [a for a in stacks if not any(a != b and (a == "" or b.startswith(f"{a}.")) for b in stacks)]
-    if len(inner) > 1:
-        around = [stack.rpartition(".")[0] for stack in inner]
-        parts = [up if up and around.count(up) == 1 else stack for up, stack in zip(around, inner, strict=True)]
-        raise several_stacks(model, inner, parts)
-    modules, blocks = modules_of(model), stacks.pop(inner[0])
+    modules, places = modules_of(model), {path: place_of(model, path) for path in found}
+    stacks = {stack for _, _, stack in places.values()}
+    inner = [a for _, _, a in places.values() if not any(a != b and a in outwards(b) for b in stacks)]
+    if len(set(inner)) > 1:
+        raise several_stacks(model, inner)
+    blocks: dict[tuple[str, str], Modules] = {}
+    for path, (block, stage, stack) in places.items():
+        if stack == inner[0]:
+            blocks.setdefault((block, stage), {})[path] = found[path]
     kinds = {type(modules[block]) for block, _ in blocks}
-    for (block, _), (path, *_) in chain.from_iterable(others.items() for others in stacks.values()):
-        if type(modules[block]) in kinds:
+    for path, (block, _, stack) in places.items():
+        if stack != inner[0] and type(modules[block]) in kinds:
             where = f"{path} is in a block like those of {inner[0]}, but outside of it"
             raise AcutanceError(f"{where}, so its depth is not known: put all blocks into one nn.ModuleList. {ADVICE}")
     layers: list[Layer] = []
@@ -155,7 +166,7 @@ def layers_in(model: nn.Module, found: Mapping[str, nn.Module], *, interface: bo
         if isinstance(module, nn.ModuleList) or (block == path and stage):
             what = f"{block} is a list of modules without a forward, or the attention itself"
             raise NoSitesError(f"{what}, so the residual stream is not known: make it a block. {TOKENS_REMAIN}")
-        layers.append(Layer(len(layers) + 1, path, unwrapped(module), found[path], stage, interface))
+        layers.append(Layer(len(layers) + 1, path, unwrapped(module), found[path], stage))
     return layers
 
 
@@ -172,85 +183,93 @@ def self_attention_in(block: str, found: Mapping[str, nn.Module]) -> str:
     return own[0]
 
 
-def several_stacks(model: nn.Module, found: Sequence[str], parts: list[str]) -> SeveralStacksError:
-    """Layers were found in several places; the `parts` are those to choose from."""
+def several_stacks(model: nn.Module, found: Iterable[str]) -> SeveralStacksError:
+    """Layers were found in several places: choose what is around one of them, and around none of the others."""
+    stacks = list(dict.fromkeys(found))
+    inside = [up for stack in stacks for up in outwards(stack)[:-1]]
+    parts = [up if (up := parent_of(stack)) and inside.count(up) == 1 else stack for stack in stacks]
     return SeveralStacksError(
-        f"{type(model).__name__} holds several stacks of layers ({', '.join(found)}): name one with part={parts[0]!r} "
+        f"{type(model).__name__} holds several stacks of layers ({', '.join(stacks)}): name one with part={parts[0]!r} "
         f"(on the command line --part {parts[0]}), or pass that part of the model",
         parts,
     )
 
 
-def blocks_in_order(model: nn.Module) -> list[tuple[str, nn.Module]]:
+@cached
+def lists_in(model: nn.Module) -> dict[str, Modules]:
+    """What each list of the model holds, without the identities that keep the places of blocks in DINOv2's chunks."""
+    lists = {path: module for path, module in modules_of(model).items() if isinstance(module, CONTAINERS)}
+    return {
+        path: {join(path, name): m for name, m in one.named_children() if not isinstance(m, nn.Identity)}
+        for path, one in lists.items()
+    }
+
+
+def lists_of_equals(model: nn.Module) -> dict[str, Modules]:
+    """The lists of several modules of one class."""
+    return {path: listed for path, listed in lists_in(model).items() if len(listed) > 1 and len(kinds_of(listed)) == 1}
+
+
+def kinds_of(listed: Modules) -> set[type]:
+    """The classes of modules, inside wrappers."""
+    return {type(unwrapped(module)) for module in listed.values()}
+
+
+def blocks_in_order(model: nn.Module) -> Modules:
     """The blocks of a model about which nothing else is known: `repeated_blocks`, and lists beside them of their class.
 
     Lists that stand elsewhere, such as a decoder's, must not be left out without a word.
     """
     found = repeated_blocks(model)
-    kinds = {type(unwrapped(block)) for _, block in found}
+    kinds = kinds_of(found)
     if not found or any(kind.__module__.startswith("torch.nn.") for kind in kinds):
         return found
-    up = found[0][0].rpartition(".")[0].rpartition(".")[0]
-    if not isinstance(holder := model.get_submodule(up), CONTAINERS):  # a list of stages has been read already
-        lists = [(join(up, name), child) for name, child in holder.named_children()]
-        members = [(join(path, name), block) for path, one in lists for name, block in _members(one)]
-        alike = [(path, block) for path, block in members if type(unwrapped(block)) in kinds]
-        found = alike if set(found) <= set(alike) else found
-    own = {path for path, _ in found}
-    around = {up for path in own for up in outwards(path)}
-    paths = [path for path, module in model.named_modules() if type(module) in kinds and path not in around]
-    if others := [path for path in paths if own.isdisjoint(outwards(path))]:
-        stacks = list(dict.fromkeys(path.rpartition(".")[0] or path for path in (found[0][0], *others)))
-        raise several_stacks(model, stacks, [stack.rpartition(".")[0] or stack for stack in stacks])
+    modules, first = modules_of(model), parent_of(next(iter(found)))
+    if not isinstance(modules[parent_of(first)], CONTAINERS):  # a list of stages has been read already
+        lists = [listed for path, listed in lists_in(model).items() if parent_of(path) == parent_of(first)]
+        beside = ((path, block) for listed in lists for path, block in listed.items())
+        alike = {path: block for path, block in beside if type(unwrapped(block)) in kinds}
+        found = alike if found.keys() <= alike.keys() else found
+    known = set(chain.from_iterable(map(outwards, found)))
+    others = [path for path, module in modules.items() if type(module) in kinds and path not in known]
+    if others := [path for path in others if found.keys().isdisjoint(outwards(path))]:
+        raise several_stacks(model, [first, *(parent_of(path) or path for path in others)])
     return found
+
+
+def repeated_blocks(model: nn.Module) -> Modules:
+    """The members of the model's largest list of equals, the outermost of several; of stages, the blocks inside."""
+    blocks = max(lists_of_equals(model).values(), key=lambda listed: _size(listed.values()), default={})
+    if not _size(blocks.values()):
+        return {}
+    stages = {path: _blocks_of_stage(block) for path, block in blocks.items()}
+    inside = {join(up, path): block for up, stage in stages.items() for path, block in stage.items()}
+    return inside if all(stages.values()) else blocks
+
+
+def _blocks_of_stage(block: nn.Module) -> Modules:
+    """The blocks inside, if they make up most of the module, as in a stage; a block has lists of small parts."""
+    found = repeated_blocks(block)
+    if isinstance(block, nn.ModuleList):  # which nobody runs as a whole
+        return found or lists_in(block)[""]
+    is_stage = any(isinstance(child, CONTAINERS) for child in block.children())
+    return found if is_stage and 2 * _size(found.values()) > _size([block]) else {}
 
 
 def other_blocks(model: nn.Module, blocks: Collection[nn.Module]) -> list[str]:
     """The paths of lists of equals beside the blocks, whose members are at least a quarter as large on average."""
-    modules = modules_of(model)
     inside = {module for block in blocks for module in block.modules()}
-    least = sum(map(_size, blocks)) / len(blocks) / 4
+    least = _size(blocks) / len(blocks) / 4
     found = [
         path
-        for path, module in modules.items()
-        if len(own := _members(module)) > 1 and _of_equals(module) and _size(module) >= least * len(own)
-        if inside.isdisjoint(module.modules())
+        for path, listed in lists_of_equals(model).items()
+        if _size(listed.values()) >= least * len(listed) and inside.isdisjoint(modules_of(model)[path].modules())
     ]
-    return [path for path in found if not any(up in found for up in list(outwards(path))[1:])]
+    return [path for path in found if not any(up in found for up in outwards(path)[1:])]
 
 
-def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The members of the model's largest container of equals."""
-    lists = {path: module for path, module in model.named_modules() if len(_members(module)) > 1 and _of_equals(module)}
-    largest = max(lists, key=lambda path: _size(lists[path]), default=None)  # the outermost of several
-    if largest is None or _size(lists[largest]) == 0:
-        return []
-    blocks = [(join(largest, name), block) for name, block in _members(lists[largest])]
-    stages = [[(join(up, path), inside) for path, inside in _blocks_of_stage(block)] for up, block in blocks]
-    return list(chain(*stages)) if all(stages) else blocks
-
-
-def _members(container: nn.Module) -> list[tuple[str, nn.Module]]:
-    """What a list holds, without identities, which keep the places of blocks in DINOv2's chunks."""
-    children = container.named_children() if isinstance(container, CONTAINERS) else ()
-    return [(name, child) for name, child in children if not isinstance(child, nn.Identity)]
-
-
-def _blocks_of_stage(block: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The blocks inside, if they make up most of the module, as in a stage; a block has lists of small parts."""
-    found = repeated_blocks(block)
-    if isinstance(block, nn.ModuleList):  # which nobody runs as a whole
-        return found or _members(block)
-    is_stage = any(isinstance(child, CONTAINERS) for child in block.children())
-    return found if is_stage and 2 * sum(_size(inside) for _, inside in found) > _size(block) else []
-
-
-def _of_equals(container: nn.Module) -> bool:
-    return len({type(unwrapped(child)) for _, child in _members(container)}) == 1
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _size(modules: Iterable[nn.Module]) -> int:
+    return sum(p.numel() for p in {p for module in modules for p in module.parameters()})
 
 
 def join(prefix: str, name: str) -> str:
@@ -302,9 +321,8 @@ def refuse_other_rows(where: str, tokens: Tensor, rows: Container[int], of_grids
     given = f"{where} is given {tuple(tokens.shape)}"
     if len(tokens) not in (of_grids if tokens.ndim == 4 else rows):
         raise ShapeError(f"{given}, whose first axis is not the batch that was fed. {ADVICE}")
-    other = tokens.shape[
-        -2
-    ]  # tokens first, (tokens, batch, channels), or an alignment's (rows, columns, batch, channels)
+    # Tokens first, (tokens, batch, channels), or an alignment's (rows, columns, batch, channels).
+    other = tokens.shape[-2]
     is_grid = tokens.ndim == 4 and tokens.shape[0] == tokens.shape[1]  # (batch, rows, columns, channels), all as long
     if tokens.ndim in (3, 4) and len(tokens) == other > 1 and not is_grid:
         raise ShapeError(f"{given}, so which axis is the batch is not clear: begin with a batch of another size")

@@ -6,12 +6,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from acutance.errors import NoSitesError
+from acutance.errors import TOKENS_REMAIN, NoSitesError
 from acutance.mitigations.projection import Projection, Projections
 from acutance.sites import find, structure
 from acutance.sites.intercept import sdpa_product
 from acutance.sites.named import NamedSite
-from acutance.sites.site import TOKENS_REMAIN, Library
+from acutance.sites.site import Library
 from acutance.sites.structure import Layer, SpecialTokens, modules_of
 
 # Attentions whose layers are numbered and whose weights are read here, by the class that wrote their forward.
@@ -88,7 +88,7 @@ def _layers(model: nn.Module) -> list[Layer]:
     found = {path: module for path, module in modules.items() if _author(module) in KNOWN}
     if found and any(type(module).__name__ == "CrossVit" for module in modules.values()):
         raise NoSitesError("the layers of CrossVit run in branches side by side, so they have no one order")
-    layers = structure.layers_in(model, found) if found else []
+    layers = structure.layers_in(model, found)
     beside = next((layer.name for layer in layers if isinstance(layer.block, structure.CONTAINERS)), None)
     if beside is not None:
         raise NoSitesError(f"{beside} stands beside others in one layer: mitigations and measures are not made for it")

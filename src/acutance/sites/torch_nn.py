@@ -8,16 +8,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from acutance.errors import AcutanceError
+from acutance.errors import TOKENS_REMAIN, AcutanceError
+from acutance.mitigations import LayerShape
 from acutance.mitigations.projection import Projection, Projections
 from acutance.sites import find, structure
 from acutance.sites.discovery import is_norm
 from acutance.sites.forward_pass import ForwardPass
-from acutance.sites.named import NamedSite, Sizes
-from acutance.sites.site import TOKENS_REMAIN, Library
+from acutance.sites.named import NamedSite
+from acutance.sites.site import Library
 from acutance.sites.structure import Layer, modules_of
-
-TORCH_STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 
 
 class MultiheadSite(NamedSite):
@@ -27,7 +26,7 @@ class MultiheadSite(NamedSite):
     _encoders: Sequence[Any] = ()  # that would turn padded batches into nested tensors
 
     @cached_property
-    def _found(self) -> tuple[Projections, Sizes]:
+    def _found(self) -> tuple[Projections, LayerShape]:
         """Thirds of a joint weight, or three of their own; their biases are joint either way."""
         mha, dim, joint = self.attention, self.attention.embed_dim, self.attention._qkv_same_embed_dim
         thirds = {letter: slice(place * dim, (place + 1) * dim) for place, letter in enumerate("qkv")}
@@ -37,7 +36,8 @@ class MultiheadSite(NamedSite):
             else Projection(mha, None, f"{letter}_proj_weight", bias="in_proj_bias", bias_rows=rows)
             for letter, rows in thirds.items()
         )
-        return Projections(q, k, v, Projection(mha.out_proj)), Sizes(mha.num_heads, mha.num_heads, mha.head_dim, dim)
+        shape = LayerShape(self.layer, dim, mha.num_heads, mha.head_dim, mha.num_heads)
+        return Projections(q, k, v, Projection(mha.out_proj)), shape
 
     def value_weight(self) -> Tensor:
         """W_V, which may read other channels than the residual stream's."""
@@ -90,11 +90,6 @@ class MultiheadSite(NamedSite):
         for encoder in self._encoders:
             encoder.use_nested_tensor = True
 
-    def _enter_block(self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if structure.tokens_in(args, kwargs).is_nested:
-            raise AcutanceError(f"the block of {self.name} was given a nested tensor: pass a padded one and a mask")
-        super()._enter_block(block, args, kwargs)
-
     def now(self, x: Tensor) -> ForwardPass:
         now = super().now(x)
         now.entering = self._batched(x)
@@ -110,7 +105,8 @@ class MultiheadSite(NamedSite):
 
     def _run(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         key: Tensor = kwargs["key"] if "key" in kwargs else args[1]
-        if _is_same(x, key):
+        # Tensors of one content count too, but cannot be compared when compiling.
+        if x is key or (x.shape == key.shape and not torch.compiler.is_compiling() and torch.equal(x, key)):
             return super()._run(x, args, kwargs)
         if self.mitigation is not None:
             raise AcutanceError(
@@ -121,16 +117,9 @@ class MultiheadSite(NamedSite):
         return nn.MultiheadAttention.forward(self.attention, *args, **kwargs)
 
 
-def _is_same(query: Tensor, key: Tensor) -> bool:
-    """Whether the tokens attend to themselves; tensors of one content count, but cannot be compared when compiling."""
-    if query is key:
-        return True
-    return query.shape == key.shape and not torch.compiler.is_compiling() and torch.equal(query, key)
-
-
 def _layers(model: nn.Module) -> list[Layer]:
     found = {path: m for path, m in modules_of(model).items() if isinstance(m, nn.MultiheadAttention)}
-    return structure.layers_in(model, found) if found else []
+    return structure.layers_in(model, found)
 
 
 def _final_norm(model: nn.Module) -> nn.Module:
@@ -138,7 +127,7 @@ def _final_norm(model: nn.Module) -> nn.Module:
     last = cast(MultiheadSite, find(model)[-1])
 
     def choose(holder: nn.Module, blocks: str) -> nn.Module | None:
-        if not last.block_is_batch_first() and not isinstance(holder, TORCH_STACKS):
+        if not last.block_is_batch_first() and not isinstance(holder, (nn.TransformerEncoder, nn.TransformerDecoder)):
             return None  # whether its norm is given (tokens, batch, dim) too is not known
         names = [name for name, _ in holder.named_children()]
         later = (holder.get_submodule(name) for name in names[names.index(blocks) + 1 :])

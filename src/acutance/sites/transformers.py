@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,8 @@ NOTE = "acutance"  # where a configuration says what its model carries
 class HuggingFaceSite(NamedSite):
     """The attention of one layer of a transformers model."""
 
+    interface = False  # whether its forward calls attention through the library's interface
+
     def refuse_first_values(self) -> str | None:
         if type(self.attention).__name__.startswith("Albert"):
             return "all its layers are one module, so there is no first layer to tell from the others"
@@ -33,6 +36,7 @@ class HuggingFaceSite(NamedSite):
     def route(self) -> None:
         """Through the attention interface, or intercepted, where the model's function lets anybody look."""
         self._implementation()
+        self.interface = "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(self.attention).forward).__code__.co_names
         if self.interface:
             take_over_sdpa()
         super().route()
@@ -81,8 +85,7 @@ def take_over_sdpa() -> None:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         site = module.__dict__.get(SITE)
-        now = None if site is None else site.stack.passes.current()
-        if site is None or now is None or not now.is_called:
+        if site is None or not site.interface or not site.is_active or site.stack.passes.current() is None:
             answer: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **options)
             return answer
         u = site.attend(_product(own, module, query, key, value, attention_mask, options))
@@ -125,19 +128,6 @@ def _product(
     return Product(v, attention, lambda u: u, about)
 
 
-def _attentions(model: nn.Module) -> dict[str, nn.Module]:
-    return {
-        name: module
-        for name, module in modules_of(model).items()
-        if _attends(module)
-        and not any(_attends(child) for child in module.modules() if child is not module)
-        and not structure.CROSS.search(
-            re.split(r"\.\d+\.", name)[-1]
-        )  # inside the block: the model's own name is its user's
-        and not getattr(module, "is_cross_attention", False)
-    }
-
-
 def _attends(module: nn.Module) -> bool:
     """By its class, which transformers names so without exception; a pooling head's is none of the layers'."""
     cls = type(module)
@@ -145,11 +135,16 @@ def _attends(module: nn.Module) -> bool:
     return named and any(parent.__module__.startswith("transformers.") for parent in cls.__mro__)
 
 
+def _crosses(path: str, module: nn.Module) -> bool:
+    """Whether it attends to other tokens, by its name inside the block: the model's own name is its user's."""
+    inside = re.split(r"\.\d+\.", path)[-1]
+    return bool(structure.CROSS.search(inside)) or getattr(module, "is_cross_attention", False)
+
+
 @structure.cached
 def _layers(model: nn.Module) -> list[Layer]:
-    found = _attentions(model)
-    interface = all(getattr(module, "_supports_attention_backend", True) for module in modules_of(model).values())
-    return structure.layers_in(model, found, interface=interface) if found else []
+    found = structure.innermost({path: module for path, module in modules_of(model).items() if _attends(module)})
+    return structure.layers_in(model, {path: module for path, module in found.items() if not _crosses(path, module)})
 
 
 def _special_tokens(model: nn.Module) -> SpecialTokens:
@@ -203,9 +198,9 @@ def notes_of(config: Any) -> dict[str, dict[str, str]]:
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
     """With a cache a model takes packed documents for one, and keeps keys and values nobody asks for."""
-    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     with ExitStack() as stack:
-        for config in found:
+        configs: Iterator[Any] = (getattr(module, "config", None) for module in model.modules())
+        for config in configs:
             if hasattr(config, "use_cache"):  # shared ones come several times
                 stack.callback(setattr, config, "use_cache", config.use_cache)
                 config.use_cache = False
