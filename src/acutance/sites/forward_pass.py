@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 
 from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError
+from acutance.sites.structure import tokens_out
 
+MOST_RESULTS = 500  # that are looked at in one block; after Ctrl-C nobody may say that it has ended
 CHECKPOINT_ADVICE = (
     "v⁰, the first layer's values, did not come through this activation checkpointing, so gradients would be wrong: "
     "use the non-reentrant kind (use_reentrant=False) around whole blocks whose first argument is the tokens, and "
@@ -43,7 +46,6 @@ class ForwardPass:
         self.attention: AttentionCall | None = None  # the same, until its block has run
         self.previous: Any = None  # what the layer before kept
         self.order: TokenOrder | None = None  # of the tokens, in the first pass of a mitigation with v⁰
-        self.hooks: list[Any] = []  # for that
 
     def forget(self) -> None:
         """Hold no tensor longer than the pass, but for v⁰, which a recomputation needs."""
@@ -94,8 +96,6 @@ class Passes:
         _LOCAL.passes[self.key] = None if ended is None else ended.outer
         if ended is not None:
             ended.forget()
-            while ended.hooks:
-                ended.hooks.pop().remove()
         return ended
 
     def enter(self, block: int, x: Tensor) -> ForwardPass:
@@ -187,29 +187,37 @@ class TokenOrder:
     """
 
     def __init__(self) -> None:
-        self.seen: list[tuple[Tensor, Tensor]] = []  # the tokens' numbers, and their places; first those of the stream
+        # Numbers of tokens in ascending order, where they were, and the tokens' places; first those of the stream.
+        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
         self.first: Tensor | None = None  # the places of what entered the first attention
         self.moved: dict[str, Tensor] = {}  # by the attention's name: whether its tokens stand elsewhere
+        self.results: Any = Results(self)
 
     def enter_block(self, x: Tensor) -> None:
-        """The stream enters a block."""
+        """The stream enters a block, whose results are looked at from now on."""
         self.look(x)
         del self.seen[:-1]
+        if not torch.compiler.is_compiling():
+            self.results.__enter__()
+
+    def leave_block(self, output: Any) -> None:
+        """The block has run; its output is None if it failed."""
+        if not torch.compiler.is_compiling():
+            self.results.__exit__(None, None, None)
+        if output is not None:
+            self.look(tokens_out(output))
 
     def look(self, x: Tensor) -> Tensor:
         """The places of the tokens of x: the stream's, unless x holds the same tokens as something seen, but moved."""
         bits = x.detach().contiguous().view(torch.uint8).long()
         factors = torch.randint(2**62, bits.shape[-1:], generator=torch.Generator().manual_seed(0)).to(x.device)
-        numbers = (bits * factors).sum(-1).flatten()
-        order = numbers.argsort(stable=True)
+        numbers, order = (bits * factors).sum(-1).flatten().sort(stable=True)
         rank = order.argsort()
-        alike = [seen for seen in self.seen if len(seen[0]) == len(numbers)]
-        places = alike[0][1].to(x.device) if alike else torch.arange(len(numbers), device=x.device)
-        for others, stood in ((a.to(x.device), b.to(x.device)) for a, b in alike):
-            from_order = others.argsort(stable=True)
-            is_same = (others[from_order] == numbers[order]).all()
-            places = torch.where(is_same, stood[from_order][rank], places)
-        self.seen.append((numbers, places))
+        alike = [[part.to(x.device) for part in seen] for seen in self.seen if len(seen[0]) == len(numbers)]
+        places = alike[0][2] if alike else torch.arange(len(numbers), device=x.device)
+        for others, from_order, stood in alike:
+            places = torch.where((others == numbers).all(), stood[from_order][rank], places)
+        self.seen.append((numbers, order, places))
         return places
 
     def attend(self, name: str, x: Tensor) -> None:
@@ -228,3 +236,19 @@ class TokenOrder:
                 f"the tokens that enter {moved[0]} stand in another order than those of the first layer, so v⁰ of one "
                 "token would meet v of another: a mitigation with v⁰ cannot be used in this model"
             )
+
+
+class Results(TorchFunctionMode):
+    """Shows an order all results of a block that are as many tokens as the block was given."""
+
+    def __init__(self, order: TokenOrder) -> None:
+        super().__init__()
+        self.order = order
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation and look at what it gives."""
+        out, seen = func(*args, **kwargs or {}), self.order.seen
+        is_data = isinstance(out, Tensor) and out.is_floating_point() and out.ndim > 1
+        if is_data and len(seen) < MOST_RESULTS and out.numel() == out.shape[-1] * len(seen[0][0]):
+            self.order.look(out)
+        return out

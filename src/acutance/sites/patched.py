@@ -69,16 +69,6 @@ class Stack:
         now = self.passes.begin(whole=True)
         if not self.is_order_known and not torch.compiler.is_compiling():
             now.order = TokenOrder()
-            for site in self.sites:
-                beside = set(site.block.modules()) - {site.block, *site.attention.modules()}
-                now.hooks += [module.register_forward_hook(self._look) for module in beside]
-
-    def _look(self, _module: nn.Module, args: Any, output: Any) -> None:
-        now = self.passes.current()
-        if now is not None and now.order is not None:
-            for x in (*args[:1], output):
-                if isinstance(x, Tensor) and x.is_floating_point():
-                    now.order.look(x)
 
     def _end(self, _root: nn.Module, _args: Any, output: Any) -> None:
         ended = self.passes.end()
@@ -274,8 +264,8 @@ class PatchedSite(AttentionSite):
     def _leave_block(self, _block: nn.Module, _args: Any, output: Any) -> Any:
         now, mitigation = self.stack.passes.current(), self.mitigation
         call = None if now is None or output is None else now.attention
-        if now is not None and now.order is not None and output is not None:
-            now.order.look(tokens_out(output))
+        if now is not None and now.order is not None:
+            now.order.leave_block(output)
         if call is not None and mitigation is not None and mitigation.overrides("stream"):
             assert call.residual is not None, "known as the block was entered"
             x = mitigation.stream(call.residual, tokens_out(output), call)
