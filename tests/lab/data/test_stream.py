@@ -162,23 +162,6 @@ def test_a_damaged_image_is_one_clear_line_also_from_a_worker(workers, tmp_path)
         shards.read(3)
 
 
-@pytest.mark.parametrize(
-    ("write", "why"),
-    [
-        (lambda path: Image.new("L", (1, 2_000)).save(path, "PNG"), "is damaged .*pixels are over 1000:1"),
-        (
-            lambda path: path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"),
-            "is damaged .*cannot identify",
-        ),
-    ],
-)
-def test_images_that_would_fill_the_memory_or_run_a_program_are_refused(write, why, tmp_path):
-    folder = ImageFolder(write_imagenet(tmp_path), "all")
-    write(folder.paths[4])
-    with refused(why, folder.paths[4]):
-        list(evaluation_batches(Crops(folder), batch_size=5))
-
-
 def test_val_has_the_classes_of_train_or_is_refused_and_what_is_hidden_does_not_count(tmp_path):
     """One folder more or less moves all labels after it."""
     val = write_imagenet(tmp_path) / "val"

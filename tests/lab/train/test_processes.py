@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_runs import MODEL, assert_close, assert_same_bits, bits, die_in, fit, in_float64, stepping, tiny, use_float64
+from tiny_runs import MODEL, assert_close, bits, die_in, fit, in_float64, stepping, tiny, use_float64
 from torch._C._distributed_c10d import PrefixStore
 from torch._dynamo.utils import counters
 
@@ -68,8 +68,6 @@ def train_together(rank, folder):
     like_torchrun(rank)
     ddp, fsdp = vit("loop.strategy=ddp"), vit("loop.strategy=fsdp")
     fit(ddp, folder / "ddp")
-    die_in(7, ddp, folder / "ddp cut")
-    fit(ddp, folder / "ddp cut", resume=True)
     _, printed = fit(fsdp, folder / "fsdp")
     assert ("fsdp, 2 × 1 parts" in printed) == (rank == 0)
     fit(fsdp, folder / "one then fsdp", resume=True)  # begun by one process
@@ -131,7 +129,6 @@ def test_two_processes_equal_one_with_the_same_global_batch(worlds, alone, names
     """Weights, means of gradients and of their squares, after AdamW's steps with dropout, in float64."""
     for name in names:
         assert_close(worlds[name], worlds[alone])
-    assert_same_bits(worlds["ddp cut"], worlds["ddp"])
 
 
 def test_a_model_never_drops_its_group_last():

@@ -19,7 +19,6 @@ from tiny_runs import MODEL, STEPS_PER_EPOCH, assert_same_bits, bits, die_in, fi
 
 import acutance as ac
 from acutance.errors import AcutanceError
-from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.tasks.language import LanguageTaskConfig
 from acutance.lab.tasks.segmentation import SegmentationConfig
 from acutance.lab.train import Run, StoppedError, override
@@ -94,19 +93,6 @@ def test_a_run_that_died_goes_on_to_the_same_bits(kind, trained, tmp_path):
     assert scores[0] == scores[1]
     steps = [line["step"] for line in logs[1]]  # log points differ where the run was cut
     assert steps == sorted(set(steps))
-
-
-def test_the_best_model_of_an_abandoned_future_is_forgotten(tmp_path, monkeypatch):
-    """Step 16 was the best, but the run goes on from step 15, and no further."""
-    folder, first = tmp_path / "run", tmp_path / "best of step 8"
-    scores = iter([20.0, 30.0, 10.0])  # after steps 8, 16, and 15 once resumed
-    monkeypatch.setattr(ClassificationTask, "evaluate", lambda *_: {"top1": next(scores)})
-    with stepping(9, lambda: shutil.copy(folder / "best.safetensors", first)):
-        die_in(17, tiny("loop.epochs=3"), folder)
-    assert (folder / "best.safetensors").read_bytes() != first.read_bytes()
-    result, _ = fit(tiny("loop.epochs=1.875"), folder, resume=True)
-    assert result["best"] == {"step": 8, "score": 20.0}
-    assert (folder / "best.safetensors").read_bytes() == first.read_bytes()
 
 
 def test_two_commands_do_not_train_one_run_at_once(whole, tmp_path):
