@@ -6,10 +6,8 @@ import shutil
 from contextlib import nullcontext
 
 import pytest
-from typer.testing import CliRunner
 
 import standins
-from acutance.cli import app
 from acutance.errors import AcutanceError
 from acutance.lab import locks, recipes
 from acutance.lab.reproduce import TARGETS
@@ -22,10 +20,6 @@ FAMILIES = ("deit-tiny-symmetric", "ade20k-symmetric", "deit-tiny-symmetric-neut
 
 def trained(planned):
     return len(json.loads((planned.run.folder / "run.json").read_text())["sessions"])
-
-
-def command(tmp_path, *options):
-    return CliRunner().invoke(app, ["reproduce", "neutreno-table8", "--seeds", "1", "--out", str(tmp_path), *options])
 
 
 def test_a_run_stands_after_the_one_it_starts_from_and_waits_for_it(session, monkeypatch):
@@ -95,17 +89,18 @@ def test_divergence_is_a_result(session, monkeypatch):
     assert session().plan[0].divergence == "the loss became nan in step 3"
 
 
-def test_the_plan_is_a_script_that_trains_the_very_runs(session, tmp_path, monkeypatch):
+def test_the_plan_is_a_script_that_trains_the_very_runs(session, tmp_path, monkeypatch, command):
     """The printed commands, run by themselves, begin or end runs that reproduce takes as its own."""
 
+    reproduce = ["reproduce", "neutreno-table8", "--seeds", "1", "--out", tmp_path]
+
     def commands():
-        printed = command(tmp_path, "--plan").output.splitlines()
+        printed = command(*reproduce, "--plan").splitlines()
         return [shlex.split(line) for line in printed if not line.startswith("#")], printed
 
     def run(words):
         assert words[0] == "acutance"
-        done = CliRunner().invoke(app, [*words[1:], "--device", "cpu"])
-        assert done.exit_code == 0, done.output
+        command(*words[1:], "--device", "cpu")
         assert session().plan[0].state == "finished"
         session().plan[0].check()
 
@@ -126,8 +121,7 @@ def test_the_plan_is_a_script_that_trains_the_very_runs(session, tmp_path, monke
     assert left == second
     run(second)
     assert commands()[0] == []
-    done = command(tmp_path, "--device", "cpu")
-    assert "| Kernel Transformer | 75.89 |" in done.output
+    assert "| Kernel Transformer | 75.89 |" in command(*reproduce, "--device", "cpu")
     assert (tmp_path / "neutreno-table8" / "result.md").is_file()
 
 
