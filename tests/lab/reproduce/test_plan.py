@@ -13,7 +13,6 @@ from acutance.lab import locks, recipes
 from acutance.lab.reproduce import TARGETS
 from acutance.lab.reproduce import run as run_room
 from acutance.lab.train import Run, override
-from acutance.lab.train.log import DivergedError
 
 FAMILIES = ("deit-tiny-symmetric", "ade20k-symmetric", "deit-tiny-symmetric-neutreno", "ade20k-symmetric-neutreno")
 
@@ -75,18 +74,6 @@ def test_how_the_work_is_done_may_change_but_neither_settings_nor_the_seed(sessi
         other.check()
     with pytest.raises(AcutanceError, match=r"optim.lr 0.002 instead of 0.003: name another folder"):
         session(changes=("optim.lr=0.003",)).run()
-
-
-def test_divergence_is_a_result(session, monkeypatch):
-    def diverge(config, folder, **_):
-        Run(folder).begin(config, None, 1)
-        raise DivergedError("the loss became nan in step 3")
-
-    monkeypatch.setattr(run_room, "train", diverge)
-    result = session().run()
-    assert not result.pending
-    assert result.sheets[0].lines[0].note == "seed 0 diverged"
-    assert session().plan[0].divergence == "the loss became nan in step 3"
 
 
 def test_the_plan_is_a_script_that_trains_the_very_runs(session, tmp_path, monkeypatch, command):

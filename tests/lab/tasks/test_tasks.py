@@ -1,7 +1,4 @@
-"""What holds for every task: its name on disk, a run to a model that loads, evaluation shared by two processes.
-
-And classification, of images in memory and of ImageNet's files: which images come, what is scored, what is refused.
-"""
+"""Batches of every task; and classification, of images in memory and of ImageNet's files: images, scores, refusals."""
 
 from dataclasses import replace
 from itertools import islice
@@ -12,10 +9,9 @@ from torch import nn
 
 import standins
 from acutance.errors import AcutanceError
-from acutance.lab import recipes
 from acutance.lab.data.augment import AugmentConfig
 from acutance.lab.data.images import load_images
-from acutance.lab.tasks import TASKS, BatchSlice, config_class, task_class
+from acutance.lab.tasks import BatchSlice, task_class
 from acutance.lab.tasks.classification import ClassificationConfig, ClassificationTask
 from acutance.lab.tasks.imagenet import ImageNetConfig
 from acutance.models import ViTConfig
@@ -145,13 +141,6 @@ def test_no_batch_waits_for_the_device_nor_the_first_of_an_epoch():
             next(batches)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("kind", TASKS)
-def test_the_kind_leads_to_its_classes(kind):
-    assert config_class(kind).kind == kind
-    assert kind in {recipes.load(name).task.kind for name in recipes.names()}
-    assert task_class(kind).headline
 
 
 @pytest.mark.parametrize("make", [classification, imagenet, language, segmentation])

@@ -219,15 +219,6 @@ def test_a_finished_run_has_nothing_left_to_do_and_can_be_made_longer(run, train
     assert_refused(run, message, "loop.epochs=3")
 
 
-def test_a_run_whose_result_alone_is_missing_is_ended_wherever_its_data_lie(run, whole):
-    for name in ("result.json", "model.safetensors"):  # cut after the last checkpoint
-        (run / name).unlink()
-    assert_refused(run, "nothing is left to train: .* so optim.lr 1.0 instead of 0.01", "optim.lr=1")
-    result, _ = fit(tiny("task.data_dir=elsewhere"), run, resume=True)
-    assert result["step"] == 16
-    assert_same_bits(bits(run), bits(whole))
-
-
 def test_initial_weights_may_move_but_not_be_others(run, tmp_path):
     start = tmp_path / "start.safetensors"
     shutil.copy(run / "model.safetensors", start)
