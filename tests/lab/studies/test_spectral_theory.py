@@ -179,16 +179,6 @@ def test_an_error_of_mu_is_covered_by_the_margin(lam, mu, off, turn, far):
     assert not right.undecided
 
 
-@pytest.mark.parametrize(("factor", "smooths"), [(0.95, False), (1.05, True)])
-def test_beyond_the_bound_negative_eigenvalues_smooth_again(factor, smooths):
-    A = random_attention(TOKENS, 0.6, symmetric=True, seed=4)
-    bound = theory.sharpening_bound(float(torch.linalg.eigvals(A).real.min()))
-    assert -2 < bound < -1
-    H = factor * bound * torch.eye(WIDTH, dtype=torch.float64)
-    assert (theory.ratio_rate(torch.linalg.eigvals(H), torch.linalg.eigvals(A)) < 1) == smooths
-    assert repeat(normal(TOKENS, WIDTH), H.mT, A, layers=3000).converged()["input"] == smooths
-
-
 @given(lam=st.lists(real, min_size=1, max_size=4), mu=st.lists(unit, min_size=1, max_size=4))
 def test_a_layer_smooths_by_all_its_eigenvalues(lam, mu):
     values, others = torch.tensor(lam, dtype=torch.complex128) * (1 + 0.5j), torch.tensor([*mu, 1.0]).double()

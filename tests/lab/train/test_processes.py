@@ -53,10 +53,6 @@ def of(task):
     return Config(task=task, optim=OptimConfig(lr=1e-2, clip=1.0), loop=loop)
 
 
-def with_loop(config, **changes):
-    return replace(config, loop=replace(config.loop, **changes))
-
-
 def like_torchrun(rank):
     """What it says of a process; and float64."""
     use_float64(pytest.MonkeyPatch())
@@ -86,17 +82,15 @@ def train_together(rank, folder):
     with pytest.raises(AcutanceError, match="2 processes × 2 parts"):
         fit(vit("loop.strategy=ddp", "loop.batch_size=18", "loop.accumulate=2"), folder / f"uneven {rank}")
     for task, strategy in product(TASKS, ("ddp", "fsdp")):
-        fit(with_loop(TASKS[task](folder), strategy=strategy), folder / f"{task} {strategy}")
+        fit(override(TASKS[task](folder), [f"loop.strategy={strategy}"]), folder / f"{task} {strategy}")
     import lightning.fabric  # replaces torch.compile by its own, which must be beneath ours  # noqa: F401
 
     torch.compile = partial(torch.compile, backend="aot_eager")  # only traces and differentiates: seconds
     # The language model in two graphs, the softmax between them as it is.
-    for name, config in {
-        "compiled": ddp,
-        "language compiled": with_loop(TASKS["language"](folder), strategy="fsdp"),
-    }.items():
+    sharded = override(TASKS["language"](folder), ["loop.strategy=fsdp"])
+    for name, config in {"compiled": ddp, "language compiled": sharded}.items():
         torch.compiler.reset()
-        _, printed = fit(with_loop(config, compile=True), folder / name)
+        _, printed = fit(override(config, ["loop.compile=true"]), folder / name)
         assert ("compiled" in printed) == (rank == 0)
         assert counters["frames"]["ok"] > 0  # since reset: something was traced
 
@@ -110,7 +104,7 @@ def worlds(tmp_path_factory):
         fit(vit("loop.accumulate=2"), folder / "one")
         die_in(7, vit("loop.accumulate=2"), folder / "one then fsdp")
         for task in TASKS:
-            fit(with_loop(TASKS[task](folder), accumulate=2), folder / f"{task} one")
+            fit(override(TASKS[task](folder), ["loop.accumulate=2"]), folder / f"{task} one")
         in_two_processes(train_together, folder)
         fit(vit("loop.accumulate=2"), folder / "fsdp then one", resume=True)
     return {path.name: bits(path) for path in folder.iterdir() if (path / "result.json").exists()}

@@ -1,6 +1,5 @@
 """CUDA graphs and prefetched batches on the CPU, with a GPU that is played, in whatever order it may work."""
 
-import random
 from contextlib import contextmanager, nullcontext
 from itertools import count, islice
 
@@ -63,14 +62,17 @@ class Gpu:
     def work(self, *name):
         self.current.queue.append((lambda: True, lambda: self.order.append(name)))
 
-    def play(self, choose):
-        """Everything is asked for before anything is done: the host is as far ahead as it can be."""
+    def play(self, favoured):
+        """Everything is asked for before anything is done: the host is as far ahead as it can be.
+
+        The favoured stream works whenever it can: what holds whichever is favoured holds in any order.
+        """
         batches = (self.work("batch", number) or number for number in count())
         for number in islice(prefetch(batches, torch.device("cuda")), STEPS):
             self.work("step", number)
         self.work("data freed")
         while ready := [stream for stream in (self.main, self.side) if stream.can_go_on()]:
-            stream = choose(ready)
+            stream = favoured if favoured in ready else ready[0]
             stream.queue[stream.done][1]()
             stream.done += 1
         assert all(stream.done == len(stream.queue) for stream in (self.main, self.side))
@@ -84,16 +86,14 @@ def gpu(monkeypatch):
     _side_stream.cache_clear()
 
 
-@pytest.mark.parametrize("first", ["main", "side", *range(20)])
+@pytest.mark.parametrize("first", ["main", "side"])
 def test_a_batch_is_made_beside_the_step_before_it_in_whatever_order_the_streams_are_served(gpu, first):
     """Not earlier: it may get the memory of the batch before that one."""
-    drawn, favoured = random.Random(first), getattr(gpu, str(first), None)
-    at = gpu.play(lambda ready: favoured if favoured in ready else drawn.choice(ready))
+    at = gpu.play(getattr(gpu, first))
     for number in range(1, STEPS - 1):
         assert at["batch", number] < at["step", number]
         assert at["step", number - 1] < at["batch", number + 1]
-        if first in ("main", "side"):
-            assert (at["batch", number + 1] < at["step", number]) == (first == "side")
+        assert (at["batch", number + 1] < at["step", number]) == (first == "side")
     assert at["data freed",] > at["batch", STEPS]  # which nobody wants, but reads the data
 
 
