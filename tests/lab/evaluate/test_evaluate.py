@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import is_dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import standins
 from acutance.errors import AcutanceError
 from acutance.lab import recipes
 from acutance.lab.evaluate.evaluate import DATA, ELSEWHERE, evaluate_run, read_evaluation, task_of
-from acutance.lab.tasks import classification
+from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train import Run, override, train
 from forked import run_as_torchrun
 
@@ -64,14 +65,11 @@ def test_what_was_changed_is_in_the_name_and_what_was_not_is_not(tmp_path):
         assert max(len(path.name) for path in paths) < 150
 
 
-def evaluate_in_chunks_of_150():
-    classification.ClassificationTask.evaluated_at_once = 150
-
-
 @pytest.mark.slow
 def test_processes_of_torchrun_share_the_work_and_find_the_same(run, copy):
     """In three chunks of images, the last of them smaller: one process has more to do."""
-    both = run_as_torchrun(["evaluate", copy, "--device", "cpu"], prepare=evaluate_in_chunks_of_150)
+    chunks = partial(setattr, ClassificationTask, "evaluated_at_once", 150)
+    both = run_as_torchrun(["evaluate", copy, "--device", "cpu"], prepare=chunks)
     assert [done.returncode for done in both] == [0, 0], both
     assert [done.stdout.count("wrote ") for done in both] == [1, 0]
     found, expected = read_evaluation(copy, "test"), evaluate_run(run, device="cpu")

@@ -95,34 +95,27 @@ def train_together(rank, folder):
         assert counters["frames"]["ok"] > 0  # since reset: something was traced
 
 
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory):
-    """Runs by name. One process takes two parts a step; two processes have the same two, one each."""
-    folder = tmp_path_factory.mktemp("worlds")
-    with in_float64():
-        ac.save(ViT(**MODEL.to_dict()), folder / "start.safetensors")
-        fit(vit("loop.accumulate=2"), folder / "one")
-        die_in(7, vit("loop.accumulate=2"), folder / "one then fsdp")
-        for task in TASKS:
-            fit(override(TASKS[task](folder), ["loop.accumulate=2"]), folder / f"{task} one")
-        in_two_processes(train_together, folder)
-        fit(vit("loop.accumulate=2"), folder / "fsdp then one", resume=True)
-    return {path.name: bits(path) for path in folder.iterdir() if (path / "result.json").exists()}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("alone", "names"),
-    [
-        ("one", ("ddp", "fsdp", "compiled", "one then fsdp", "fsdp then one")),
-        ("language one", ("language ddp", "language fsdp", "language compiled")),
-        ("segmenter one", ("segmenter ddp", "segmenter fsdp")),
-    ],
-)
-def test_two_processes_equal_one_with_the_same_global_batch(worlds, alone, names):
-    """Weights, means of gradients and of their squares, after AdamW's steps with dropout, in float64."""
-    for name in names:
-        assert_close(worlds[name], worlds[alone])
+def test_two_processes_equal_one_with_the_same_global_batch(tmp_path):
+    """Weights, means of gradients and of their squares, after AdamW's steps with dropout, in float64.
+
+    One process takes two parts a step; two processes have the same two, one each.
+    """
+    with in_float64():
+        ac.save(ViT(**MODEL.to_dict()), tmp_path / "start.safetensors")
+        fit(vit("loop.accumulate=2"), tmp_path / "one")
+        die_in(7, vit("loop.accumulate=2"), tmp_path / "one then fsdp")
+        for task in TASKS:
+            fit(override(TASKS[task](tmp_path), ["loop.accumulate=2"]), tmp_path / f"{task} one")
+        in_two_processes(train_together, tmp_path)
+        fit(vit("loop.accumulate=2"), tmp_path / "fsdp then one", resume=True)
+    for alone, names in {
+        "one": ("ddp", "fsdp", "compiled", "one then fsdp", "fsdp then one"),
+        "language one": ("language ddp", "language fsdp", "language compiled"),
+        "segmenter one": ("segmenter ddp", "segmenter fsdp"),
+    }.items():
+        for name in names:
+            assert_close(bits(tmp_path / name), bits(tmp_path / alone))
 
 
 def test_a_model_never_drops_its_group_last():

@@ -144,15 +144,12 @@ def test_a_second_ctrl_c_is_obeyed_at_once_and_handlers_are_put_back():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def train_tiny(folder, resume):
-    fit(tiny(), folder, resume=resume)
-
-
 def test_kill_9_at_any_moment_loses_nothing_that_was_saved(whole, tmp_path):
     """From outside and again and again, as soon as a file is being written or has been."""
     folder = tmp_path / "cut"
     for moment in ("checkpoints/.writing-step-000000005", "best.safetensors", "checkpoints/step-000000015"):
-        child = FORKS.Process(target=train_tiny, args=(folder, (folder / "run.json").exists()))
+        begun = (folder / "run.json").exists()
+        child = FORKS.Process(target=fit, args=(tiny(), folder), kwargs={"resume": begun})
         child.start()
         while child.is_alive() and not (folder / moment).exists():
             time.sleep(0.0005)
