@@ -2,7 +2,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from acutance.cli import app
 from acutance.lab import recipes
 from acutance.lab.train import override, train
 
@@ -16,6 +18,21 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
     train(override(recipes.load("digits"), SMALL), folder, recipe="digits", device="cpu")
     return folder
+
+
+@pytest.fixture(scope="session")
+def command():
+    """Runs `acutance` with these words in this process and gives what it prints; its errors are raised."""
+
+    def call(*words):
+        words = [*map(str, words)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", ["acutance", *words])
+            done = CliRunner().invoke(app, words, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    return call
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-import typer
 from functorch.compile import make_boxed_func
 from rich.console import Console
 from torch._dynamo.backends.common import aot_autograd
@@ -39,12 +38,9 @@ def _no_collection(monkeypatch):
 
 
 @pytest.fixture
-def command(tmp_path):
-    app = typer.Typer()
-    app.command()(bench)
-
+def bench(tmp_path):
     def call(only, status=0):
-        done = CliRunner().invoke(app, ["--only", only, "--device", "cpu", "--out", str(tmp_path)])
+        done = CliRunner().invoke(cli.app, ["bench", "--only", only, "--device", "cpu", "--out", str(tmp_path)])
         assert done.exit_code == status, done.output
         (path,) = tmp_path.iterdir()
         return done.output, path, read(path)
@@ -56,9 +52,9 @@ GPU_ONLY = {f"end-to-end-{n}" for n in (512, 1024, 2048)} | {"steps-224"}  # tho
 
 
 @pytest.mark.parametrize("group", [group for group in run.GROUPS if group not in GPU_ONLY])
-def test_every_group_runs_and_names_its_file(group, command, monkeypatch):
+def test_every_group_runs_and_names_its_file(group, bench, monkeypatch):
     monkeypatch.setattr(steps, "find_spec", lambda _name: None)
-    text, path, rows = command(group)
+    text, path, rows = bench(group)
     assert ("timm is not installed" in rows[0]["note"]) == group.startswith("steps")
     assert "toy sizes on the CPU" in text
     assert "Summary" in text
@@ -109,7 +105,7 @@ def growing(error):
     raise error
 
 
-def test_what_is_done_stays_when_a_table_fails_or_is_interrupted(monkeypatch, tmp_path_factory, capsys, command):
+def test_what_is_done_stays_when_a_table_fails_or_is_interrupted(monkeypatch, tmp_path_factory, capsys, bench):
     errors = (RuntimeError("out of memory"), AcutanceError("no recording"), AttributeError("another version"))
     groups = {str(error): lambda _, error=error: [("stops", growing(error))] for error in errors}
     monkeypatch.setattr(run, "GROUPS", groups)
@@ -118,7 +114,7 @@ def test_what_is_done_stays_when_a_table_fails_or_is_interrupted(monkeypatch, tm
         assert [(row["ms"], row["note"]) for row in read(path)] == [("2.0", ""), ("", f"stopped: {error}")]
     assert "AttributeError: another version" in capsys.readouterr().err
     monkeypatch.setattr(run, "GROUPS", {"a": lambda _: [("stops", growing(KeyboardInterrupt()))]})
-    text, _, rows = command("a", status=130)
+    text, _, rows = bench("a", status=130)
     assert "Stopped" in text
     assert [row["variant"] for row in rows] == ["plain"]
 

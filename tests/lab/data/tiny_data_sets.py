@@ -64,18 +64,6 @@ def picture(width, height, seed):
     return Image.fromarray(random_bytes(height, width, 3, seed=seed))
 
 
-def write_imagenet(root):
-    """Three classes of six images."""
-    for part in ("train", "val"):
-        for kind in range(3):
-            folder = root / part / f"n{kind:08d}"
-            folder.mkdir(parents=True)
-            for i in range(6):
-                seed = 100 * kind + i + (10_000 if part == "val" else 0)
-                picture(40 + 3 * i, 50 - 2 * i, seed).save(folder / f"image_{i}.JPEG", "JPEG")
-    return root
-
-
 def write_shards(root, *, shards=4, per_shard=5):
     root.mkdir(exist_ok=True)
     for shard in range(shards):

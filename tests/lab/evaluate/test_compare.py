@@ -6,10 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import acutance as ac
-from acutance.__main__ import app
 from acutance.errors import AcutanceError
 from acutance.lab import recipes
 from acutance.lab.evaluate import Evaluation, compare, compare_robustness, paired
@@ -122,20 +120,20 @@ def test_what_no_run_can_have_is_named(six, tmp_path, comparing):
 
 
 @pytest.mark.parametrize("robustness", [False, True])
-def test_the_command_writes_markdown_and_json(six, tmp_path, robustness):
+def test_the_command_writes_markdown_and_json(six, tmp_path, robustness, command):
     table, body = tmp_path / "table.md", tmp_path / "table.json"
-    words = ["compare", *map(str, six), "--markdown", str(table), "--json", str(body), *["--robustness"] * robustness]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
-    assert table.read_text() in done.output
+    words = ["compare", *six, "--markdown", table, "--json", body, *["--robustness"] * robustness]
+    printed = command(*words)
+    assert table.read_text() in printed
     body = json.loads(body.read_text())
     if robustness:
         assert body[0]["comparisons"]["fog:1"]["groups"][1]["scores"] == {"0": 81.0, "1": 83.0, "2": 85.0}
-        assert "takes no --set" in str(CliRunner().invoke(app, [*words, "--set", "task.fraction=0.1"]).exception)
+        with pytest.raises(AcutanceError, match="takes no --set"):
+            command(*words, "--set", "task.fraction=0.1")
         return
     row = "| mitigation neutreno:0.6 | last, running mean 0.98 | 3 | 92.17 ± 1.04 | +1.17 ± 0.76 | 0.25 (the least"
-    assert row in done.output
-    assert "Scores on test: last weights, task.dataset=digits, float32." in done.output
+    assert row in printed
+    assert "Scores on test: last weights, task.dataset=digits, float32." in printed
     assert body["groups"][1]["scores"] == {"0": 91.0, "1": 93.0, "2": 92.5}
     assert body["groups"][1]["against_first"]["p"] == 0.25
     assert (body["weights"], body["settings"], body["precision"]) == ("last", ["task.dataset=digits"], "float32")

@@ -2,26 +2,23 @@
 
 import json
 from dataclasses import is_dataclass, replace
+from functools import partial
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import acutance as ac
 import standins
-from acutance.__main__ import app
 from acutance.errors import AcutanceError
 from acutance.lab import recipes
 from acutance.lab.evaluate.evaluate import DATA, ELSEWHERE, evaluate_run, read_evaluation, task_of
-from acutance.lab.tasks import classification
+from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train import Run, override, train
 from forked import run_as_torchrun
 
 
-def test_scores_are_those_of_the_split_and_recorded_with_what_they_need(run, tmp_path):
-    done = CliRunner().invoke(app, ["evaluate", str(run), "--device", "cpu", "--json", str(tmp_path / "scores.json")])
-    assert done.exit_code == 0, done.output
-    assert "top1" in done.output
+def test_scores_are_those_of_the_split_and_recorded_with_what_they_need(run, tmp_path, command):
+    assert "top1" in command("evaluate", run, "--device", "cpu", "--json", tmp_path / "scores.json")
     body = json.loads((tmp_path / "scores.json").read_text())
     assert body["versions"]["torch"] == torch.__version__
     assert {"command", "hardware", "git", "scores", "split", "weights", "model"} <= body.keys()
@@ -68,14 +65,11 @@ def test_what_was_changed_is_in_the_name_and_what_was_not_is_not(tmp_path):
         assert max(len(path.name) for path in paths) < 150
 
 
-def evaluate_in_chunks_of_150():
-    classification.ClassificationTask.evaluated_at_once = 150
-
-
 @pytest.mark.slow
 def test_processes_of_torchrun_share_the_work_and_find_the_same(run, copy):
     """In three chunks of images, the last of them smaller: one process has more to do."""
-    both = run_as_torchrun(["evaluate", copy, "--device", "cpu"], prepare=evaluate_in_chunks_of_150)
+    chunks = partial(setattr, ClassificationTask, "evaluated_at_once", 150)
+    both = run_as_torchrun(["evaluate", copy, "--device", "cpu"], prepare=chunks)
     assert [done.returncode for done in both] == [0, 0], both
     assert [done.stdout.count("wrote ") for done in both] == [1, 0]
     found, expected = read_evaluation(copy, "test"), evaluate_run(run, device="cpu")
@@ -83,7 +77,7 @@ def test_processes_of_torchrun_share_the_work_and_find_the_same(run, copy):
     assert found.scores == pytest.approx(expected.scores, rel=1e-6)
 
 
-def test_mistakes_are_said(run, copy, tmp_path):
+def test_mistakes_are_said(run, copy, tmp_path, command):
     Run(tmp_path / "begun").begin(recipes.load("digits"), "digits", 1)
     Run(copy).begin(override(Run(run).config(), ["task.train_on=all"]), "digits", 1)
     # The model comes from its file: a score would be called by a change that was never made.
@@ -100,8 +94,8 @@ def test_mistakes_are_said(run, copy, tmp_path):
         with pytest.raises(AcutanceError, match=message):
             evaluate_run(folder, device="cpu", **options)
     assert not list(copy.glob("evaluation-*task*"))
-    done = CliRunner().invoke(app, ["evaluate", str(run), "--multi-scale", "--device", "cpu"])
-    assert f"--multi-scale is for runs of segmentation; {run} is one of classification" in str(done.exception)
+    with pytest.raises(AcutanceError, match=r"--multi-scale is for runs of segmentation; .* one of classification"):
+        command("evaluate", run, "--multi-scale", "--device", "cpu")
 
 
 class Watched:

@@ -4,28 +4,22 @@ import json
 import shlex
 import shutil
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
-from typer.testing import CliRunner
 
 import standins
-from acutance.__main__ import app
 from acutance.errors import AcutanceError
 from acutance.lab import locks, recipes
 from acutance.lab.reproduce import TARGETS
 from acutance.lab.reproduce import run as run_room
 from acutance.lab.train import Run, override
-from acutance.lab.train.log import DivergedError
 
 FAMILIES = ("deit-tiny-symmetric", "ade20k-symmetric", "deit-tiny-symmetric-neutreno", "ade20k-symmetric-neutreno")
 
 
 def trained(planned):
     return len(json.loads((planned.run.folder / "run.json").read_text())["sessions"])
-
-
-def command(tmp_path, *options):
-    return CliRunner().invoke(app, ["reproduce", "neutreno-table8", "--seeds", "1", "--out", str(tmp_path), *options])
 
 
 def test_a_run_stands_after_the_one_it_starts_from_and_waits_for_it(session, monkeypatch):
@@ -51,12 +45,10 @@ def test_what_is_there_is_reused_and_a_part_is_not_written_over_the_whole(sessio
     assert not whole.pending
     assert len(first.write(whole)) == 2
     assert first.write(part) == []
-    asked = []
-    monkeypatch.setattr(run_room, "train", lambda *_, **__: pytest.fail("trained again"))
-    monkeypatch.setattr(run_room, "evaluate_run", lambda *_, **__: pytest.fail("evaluated again"))
-    monkeypatch.setattr(run_room, "check_data", lambda configs: asked.extend(configs))
+    for name in ("train", "evaluate_run"):
+        monkeypatch.setattr(run_room, name, Mock(side_effect=AssertionError("again")))
+    monkeypatch.setattr(run_room, "check_data", lambda configs: pytest.fail("asked again") if [*configs] else None)
     assert session().run().sheets == whole.sheets
-    assert asked == []
 
 
 @pytest.mark.usefixtures("full_scale")
@@ -83,51 +75,31 @@ def test_how_the_work_is_done_may_change_but_neither_settings_nor_the_seed(sessi
         session(changes=("optim.lr=0.003",)).run()
 
 
-def test_divergence_is_a_result(session, monkeypatch):
-    def diverge(config, folder, **_):
-        Run(folder).begin(config, None, 1)
-        raise DivergedError("the loss became nan in step 3")
-
-    monkeypatch.setattr(run_room, "train", diverge)
-    result = session().run()
-    assert not result.pending
-    assert result.sheets[0].lines[0].note == "seed 0 diverged"
-    assert session().plan[0].divergence == "the loss became nan in step 3"
-
-
-def test_the_plan_is_a_script_that_trains_the_very_runs(session, tmp_path, monkeypatch):
+def test_the_plan_is_a_script_that_trains_the_very_runs(session, tmp_path, monkeypatch, command):
     """The printed commands, run by themselves, begin or end runs that reproduce takes as its own."""
 
-    def commands():
-        printed = command(tmp_path, "--plan").output.splitlines()
-        return [shlex.split(line) for line in printed if not line.startswith("#")], printed
+    reproduce = ["reproduce", "neutreno-table8", "--seeds", "1", "--out", tmp_path]
 
-    def run(words):
-        assert words[0] == "acutance"
-        done = CliRunner().invoke(app, [*words[1:], "--device", "cpu"])
-        assert done.exit_code == 0, done.output
-        assert session().plan[0].state == "finished"
-        session().plan[0].check()
+    def plan():
+        """What it says of each run, and the commands that are left."""
+        printed = command(*reproduce, "--plan").splitlines()
+        states = [line.rpartition(": ")[2] for line in printed if line.startswith("# cifar10-kernel")]
+        return states, [shlex.split(line) for line in printed if not line.startswith("#")]
 
     begun = session().plan[0]
     with monkeypatch.context() as patch:
         patch.setattr("acutance.lab.train.loop.Loop._step", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             begun.train("cpu", session().console)
-    (first, second), printed = commands()
-    assert printed[1] == "# cifar10-kernel-seed0: begun"
-    assert printed[3] == "# cifar10-kernel-neutreno-seed0: new"
-    assert "--resume" in first
-    assert "--resume" not in second
-    run(first)
+    states, (first, second) = plan()
+    assert states == ["begun", "new"]
+    assert ("--resume" in first, "--resume" in second) == (True, False)
+    for words, left in ((first, (["finished", "new"], [second])), (second, (["finished"] * 2, []))):
+        command(*words[1:], "--device", "cpu")
+        assert plan() == left
+        session().plan[0].check()
     assert trained(begun) == 2
-    (left,), printed = commands()
-    assert printed[1:3] == ["# cifar10-kernel-seed0: finished", "# cifar10-kernel-neutreno-seed0: new"]
-    assert left == second
-    run(second)
-    assert commands()[0] == []
-    done = command(tmp_path, "--device", "cpu")
-    assert "| Kernel Transformer | 75.89 |" in done.output
+    assert "| Kernel Transformer | 75.89 |" in command(*reproduce, "--device", "cpu")
     assert (tmp_path / "neutreno-table8" / "result.md").is_file()
 
 
@@ -153,19 +125,16 @@ def test_what_another_process_trains_is_left_to_it_until_it_ends(session, capsys
 
 def test_what_was_held_up_is_trained_in_a_second_round(session, monkeypatch):
     """Another process finishes the base while this one trains something else."""
-    order, real, taken = [], run_room.train, run_room.Planned.taken
-
-    def train(config, folder, **options):
-        order.append(folder.name)
-        return real(config, folder, **options)
+    train, taken = Mock(wraps=run_room.train), run_room.Planned.taken
 
     def take(planned):
-        busy = planned.label == "deit-tiny-symmetric-seed0" and not order
+        busy = planned.label == "deit-tiny-symmetric-seed0" and not train.called
         return nullcontext("somebody") if busy else taken(planned)
 
     monkeypatch.setattr(run_room, "train", train)
     monkeypatch.setattr(run_room.Planned, "taken", take)
     assert not session("neutreno-table6").run().pending
+    order = [call.args[1].name for call in train.call_args_list]
     assert order == [f"{kind}-seed0" for kind in FAMILIES[2:] + FAMILIES[:2]]
 
 
@@ -192,8 +161,3 @@ def test_data_is_looked_for_before_the_first_training_and_each_missing_set_is_on
     assert "cifar10 is read from a folder: name it with --data-dir" in missing(session(out=out))[0]
     both = missing(session("oversmoothing-fig5", data_dir=tmp_path))
     assert [line.partition(":")[0] for line in both] == ["CIFAR-100", "WikiText-103"]
-    standins.wikitext(tmp_path)
-    (tmp_path / "wikitext-103" / "wiki.test.tokens").unlink()
-    (only,) = missing(session("neutreno-table3", data_dir=tmp_path))
-    assert only.startswith("WikiText-103: looked for ")
-    assert "wiki.test.tokens" in only

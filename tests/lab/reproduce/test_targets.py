@@ -6,11 +6,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import acutance as ac
 import standins
-from acutance.__main__ import app
 from acutance.errors import AcutanceError
 from acutance.io.loading import load_model
 from acutance.lab.evaluate.evaluate import read_evaluation
@@ -72,16 +70,15 @@ def test_a_target_end_to_end(session, out, no_hub, target):
                 assert (row.training is None) == ("is not here" in line.note)
 
 
-def test_no_table_and_no_figure_is_missing_and_figures_are_the_papers():
+def test_no_table_and_no_figure_is_missing_and_figures_are_the_papers(command):
     """Restated from the papers."""
-    printed = CliRunner().invoke(app, ["reproduce", "--list"]).output
+    printed = command("reproduce", "--list")
     assert TARGETS.keys() >= EXPECTED
     assert all(name in printed for name in TARGETS)
     assert "93 s on an H200" in " ".join(printed.split())
-    error = CliRunner().invoke(app, ["reproduce", "neutreno-tabel1"]).exception
-    assert "did you mean neutreno-table1?" in str(error)
-    with pytest.raises(AcutanceError, match="nothing to run"):
-        find("neutreno-fig2")
+    for name, words in (("neutreno-tabel1", r"did you mean neutreno-table1\?"), ("neutreno-fig2", "nothing to run")):
+        with pytest.raises(AcutanceError, match=words):
+            command("reproduce", name)
     rows = {row.label: row.published for row in find("neutreno-table1").rows}
     assert rows["NeuTRENO DeiT + FeatScale"] == {"top-1": 73.23, "top-5": 91.73}
     assert find("oversmoothing-table2").rows[-1].published == {"top-1": (33.99, 0.4)}
@@ -125,13 +122,12 @@ def test_runs_carry_what_their_training_says(session, out):
     assert adapted.task.weights == str(out / "runs" / "deit-tiny-seed0" / "model.safetensors")
 
 
-def test_one_scale_or_several(session, out):
+def test_one_scale_or_several(session, out, command):
     made = session("neutreno-table2", out)
     made.run()
     folder = made.plan[1].run.folder
     for option, setting, expected in (("--single-scale", "false", False), ("--multi-scale", "true", True)):
-        done = CliRunner().invoke(app, ["evaluate", str(folder), "--device", "cpu", option])
-        assert done.exit_code == 0, done.output
+        command("evaluate", folder, "--device", "cpu", option)
         found = read_evaluation(folder, "test", settings=(f"task.multi_scale={setting}",))
         assert ("miou_ms" in found.scores) == expected
 

@@ -124,6 +124,12 @@ def test_pixelate_is_pillows_box_and_nearest_and_jpeg_pillows(channels):
                 np.testing.assert_array_equal(found[index].permute(1, 2, 0).numpy(), expected)
 
 
+def read_at(image, rows, columns, mode="reflect"):
+    """Each channel interpolated at these places, by SciPy."""
+    planes = np.asarray(image)
+    return np.stack([ndimage.map_coordinates(plane, [rows, columns], order=1, mode=mode) for plane in planes])
+
+
 def test_elastic_is_scipys_interpolation_at_the_same_places():
     x = pictures(2, size=(32, 24)) / 255
     found = corruptions.elastic_transform(x, draws(), 30.0)
@@ -131,10 +137,8 @@ def test_elastic_is_scipys_interpolation_at_the_same_places():
     smooth = ndimage.gaussian_filter(offsets, (0, 0, 0.32, 0.24), mode="reflect", truncate=3.0) * 30
     rows, columns = np.mgrid[:32, :24]
     for n in range(2):
-        places = np.stack([rows + smooth[1, n], columns + smooth[0, n]])
-        for c in range(3):
-            expected = ndimage.map_coordinates(x[n, c].numpy(), places, order=1, mode="reflect")
-            np.testing.assert_allclose(found[n, c], expected, atol=1e-5)
+        expected = read_at(x[n], rows + smooth[1, n], columns + smooth[0, n])
+        np.testing.assert_allclose(found[n], expected, atol=1e-5)
 
 
 def test_small_images_have_the_severities_of_cifar_c():
@@ -162,16 +166,10 @@ def test_cifar_cs_elastic_is_an_affine_map_then_scipys_interpolation(strength, s
         forth = np.linalg.lstsq(np.c_[before, np.ones(3)], before + moves[n], rcond=None)[0].T
         back = np.linalg.inv(np.vstack([forth, [0, 0, 1]]))
         across, down, _ = np.einsum("ij,jhw->ihw", back, np.stack([columns, rows, np.ones_like(rows)]))
-        smooth = (
-            noise[:, n] * 0
-            if sigma == 0
-            else [ndimage.gaussian_filter(each, sigma * side, mode="reflect", truncate=3.0) for each in noise[:, n]]
-        )
-        for c in range(3):
-            turned = ndimage.map_coordinates(x[n, c].numpy(), [down, across], order=1, mode="mirror")
-            places = [rows + strength * side * smooth[1], columns + strength * side * smooth[0]]
-            expected = ndimage.map_coordinates(turned, places, order=1, mode="reflect")
-            np.testing.assert_allclose(found[n, c], expected, atol=2e-4)
+        widths = (0, sigma * side, sigma * side)
+        right, below = strength * side * ndimage.gaussian_filter(noise[:, n], widths, mode="reflect", truncate=3.0)
+        expected = read_at(read_at(x[n], down, across, "mirror"), rows + below, columns + right)
+        np.testing.assert_allclose(found[n], expected, atol=2e-4)
 
 
 def test_glass_copies_from_the_neighbourhood_one_pixel_after_the_other():

@@ -6,15 +6,14 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import standins
-from acutance.__main__ import app
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
 from acutance.lab import recipes
 from acutance.lab.data import Images, load_images
@@ -89,21 +88,14 @@ def test_it_goes_on_where_it_stopped(tmp_path, monkeypatch):
     model, images, path = classifier(), data(40), tmp_path / "table.json"
     settings = {"corruptions": ["fog", "contrast"], "severities": [1, 2], "attacks": [PGD(2, 2)], "seed": 1}
     whole = evaluate(model, images, **settings)
-    measured, limit, real = [], [3], module._accuracy
-
-    def counted(*arguments):
-        if len(measured) == limit[0]:
-            raise KeyboardInterrupt
-        measured.append(1)
-        return real(*arguments)
-
-    monkeypatch.setattr(module, "_accuracy", counted)
+    accuracy, before = module._accuracy, [*whole.cells.values()][:3]
+    monkeypatch.setattr(module, "_accuracy", Mock(side_effect=[*before, KeyboardInterrupt]))
     with pytest.raises(KeyboardInterrupt):
         evaluate(model, images, **settings, path=path)
     assert list(RobustnessTable.load(path).cells) == ["clean", "fog:1", "fog:2"]
-    limit[0] = 7
+    monkeypatch.setattr(module, "_accuracy", rest := Mock(wraps=accuracy))
     resumed = evaluate(model, images, **settings, path=path)
-    assert len(measured) == len(whole.cells) == 6
+    assert rest.call_count == 3
     assert resumed == whole == RobustnessTable.load(path)
     assert [file.name for file in tmp_path.iterdir()] == ["table.json"]
     more = evaluate(model, images, **{**settings, "attacks": ["fgsm:1"]}, path=path)
@@ -221,36 +213,36 @@ def test_tables_are_saved_and_shown(tmp_path):
     assert RobustnessTable({"clean": 1.0}).rows() == [{"accuracy in %, by severity": "clean", "all": "1.00"}]
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(app, ["robustness", *map(str, arguments), "--device", "cpu"])
+@pytest.fixture
+def robustness(copy, command):
+    """The command on a run, with these options."""
+    return partial(command, "robustness", copy, "--device", "cpu")
 
 
-def test_the_command_measures_a_run_and_goes_on(copy, tmp_path):
+def test_the_command_measures_a_run_and_goes_on(copy, tmp_path, robustness):
     options, page = ["--limit", 60, "--severities", "1,5"], tmp_path / "t.md"
-    done = invoke(copy, "--corruptions", "fog,saturate", "--attacks", "fgsm:8", *options, "--markdown", page)
-    assert done.exit_code == 0, done.output
+    robustness("--corruptions", "fog,saturate", "--attacks", "fgsm:8", *options, "--markdown", page)
     table = RobustnessTable.load(copy / "robustness.json")
     assert list(table.cells) == ["clean", "fog:1", "fog:5", "saturate:1", "saturate:5", "fgsm:8"]
     assert table["saturate:5"] == table["clean"]  # grey has no saturation
     assert table.context["images"] == 60
     assert page.read_text() == table.markdown()
-    again = invoke(copy, "--corruptions", "none", "--attacks", "none", *options)
-    assert again.exit_code == 0, again.output
+    nothing = ["--corruptions", "none", "--attacks", "none"]
+    robustness(*nothing, *options)
     assert RobustnessTable.load(copy / "robustness.json") == table
-    whole = invoke(copy, "--corruptions", "none", "--attacks", "none", "--json", tmp_path / "whole.json")
-    assert whole.exit_code == 0, whole.output
+    robustness(*nothing, "--json", tmp_path / "whole.json")
     expected = pytest.approx(evaluate_run(copy, device="cpu").scores["top1"])
     assert RobustnessTable.load(tmp_path / "whole.json").cells == {"clean": expected}
 
 
-def test_wrong_options_are_named(copy, tmp_path):
+def test_wrong_options_are_named(copy, tmp_path, robustness):
     wrong = {"--severities=1,x": "takes numbers", "--weights=worst": "last or best", "--attacks=cw": "no attack 'cw'"}
-    for option, words in {**wrong, "--corruptions=fog,smoke": "no corruption smoke"}.items():
-        assert words in str(invoke(copy, "--json", tmp_path / "t.json", option).exception)
-        assert not (tmp_path / "t.json").exists()
-    assert "is no run" in str(invoke(tmp_path).exception)
+    wrong |= {"--corruptions=fog,smoke": "no corruption smoke", "--split=val": "would flatter it"}
     Run(copy).begin(override(recipes.load("digits"), ["task.train_on=all"]), "digits", 1)
-    assert "would flatter it" in str(invoke(copy, "--split", "val").exception)
+    for option, words in wrong.items():
+        with pytest.raises(AcutanceError, match=words):
+            robustness("--json", tmp_path / "t.json", option)
+        assert not (tmp_path / "t.json").exists()
 
 
 def test_images_of_imagenet_are_what_evaluation_cuts_out_and_some_are_some_of_each_class(tmp_path):

@@ -5,7 +5,6 @@ import json
 import pandas as pd
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from acutance import metrics, sites
 from acutance.errors import AcutanceError
@@ -19,11 +18,9 @@ from acutance.lab.studies.depth import VARIANTS, random_network
 TOY = DepthConfig(depths=(1, 3), dim=12, samples=4)
 
 
-def test_the_command_writes_what_a_direct_computation_gives(tmp_path, monkeypatch):
-    command = ["depth", "--depths", "1,3", "--seeds", "2", "--dim", "12", "--out", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", ["acutance", "lab", *command])
-    done = CliRunner().invoke(app, command, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
+def test_the_command_writes_what_a_direct_computation_gives(tmp_path, command):
+    words = ["lab", "depth", "--depths", "1,3", "--seeds", "2", "--dim", "12", "--out", str(tmp_path)]
+    command(*words)
     table = pd.read_csv(tmp_path / "depth.csv")
     assert set(table["variant"]) == set(VARIANTS)
     assert len(table) == 2 * len(VARIANTS) * 2 * 4  # inits, variants, seeds, layers 0 to 3
@@ -40,7 +37,7 @@ def test_the_command_writes_what_a_direct_computation_gives(tmp_path, monkeypatc
         assert both.loc[1, name] == pytest.approx(expected, rel=1e-4)
     body = json.loads((tmp_path / "depth.json").read_text())
     assert body["seeds"] == [0, 1]
-    assert body["command"] == ["acutance", "lab", *command]
+    assert body["command"] == ["acutance", *words]
     row = next(r for r in body["summary"] if (r["init"], r["variant"], r["depth"]) == ("xavier", "Post-LN", 3))
     assert row["token_cosine"]["mean"] == pytest.approx(both["token_cosine"].mean(), rel=1e-4)
     assert row["token_cosine"]["spread"] == pytest.approx(both["token_cosine"].std(), rel=1e-2)
@@ -69,10 +66,9 @@ def test_variants_share_their_first_weights():
         assert before.item() == pytest.approx(after.item(), rel=1e-3)
 
 
-def test_wrong_options_are_named():
-    done = CliRunner().invoke(app, ["depth", "--depths", "12,many"])
-    assert "--depths takes numbers" in str(done.exception)
+def test_wrong_options_are_named(command):
     for make, words in (
+        (lambda: command("lab", "depth", "--depths", "12,many"), "--depths takes numbers"),
         (lambda: DepthConfig(depths=(0,)), "depths"),
         (lambda: DepthConfig(inits=("he",)), "unknown init he"),
         (lambda: depth_study(TOY, seeds=0), "at least one seed"),

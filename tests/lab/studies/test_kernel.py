@@ -10,7 +10,6 @@ import pytest
 import torch
 from layers import normal
 from scipy.stats import spearmanr
-from typer.testing import CliRunner
 
 import acutance as ac
 from acutance import metrics, sites
@@ -159,16 +158,10 @@ def runs(tmp_path):
     return tmp_path
 
 
-def command(*words):
-    done = CliRunner().invoke(app, ["kernel", *map(str, words)], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
-def test_the_command_writes_what_a_direct_reading_gives(runs):
+def test_the_command_writes_what_a_direct_reading_gives(runs, command):
     names = [runs / "plain-seed0", runs / "plain-seed1" / "model.safetensors", runs / "even-seed0", runs / "even-seed1"]
     out = runs / "kernel"
-    assert "plain, 2 runs" in command(*names, "--samples", "9", "--out", out)
+    assert "plain, 2 runs" in command("lab", "kernel", *names, "--samples", "9", "--out", out)
     table = pd.read_csv(out / "kernel.csv")
     assert len(table) == 4 * 2 * 2 * 3  # runs, data, layers, heads
     split = digits()[1]
@@ -209,12 +202,12 @@ def test_every_model_is_read_and_only_when_its_turn_comes():
     assert list(map(kernel.variant_of, ("neutreno-featscale-seed12", "seed3-a"))) == ["neutreno-featscale", "seed3-a"]
 
 
-def test_a_causal_model_is_read_on_text(tmp_path):
+def test_a_causal_model_is_read_on_text(tmp_path, command):
     folder, out = tmp_path / "causal-seed0", tmp_path / "out"
     tokenizer = tiny_tokenizer(special=False)
     tokenizer.save_pretrained(folder)
     build("llama", vocab_size=len(tokenizer)).float().save_pretrained(folder)
-    command(f"hf:{folder}", "--text", DECLARATION, "--tokens", 6, "--samples", 5, "--out", out)
+    command("lab", "kernel", f"hf:{folder}", "--text", DECLARATION, "--tokens", 6, "--samples", 5, "--out", out)
     body = json.loads((out / "kernel.json").read_text())
     assert body["samples"] == {DECLARATION.name: 5}
     loaded = load_model(f"hf:{folder}")
@@ -224,8 +217,8 @@ def test_a_causal_model_is_read_on_text(tmp_path):
     assert row["weights_asymmetry"]["mean"] == pytest.approx(direct.weights_asymmetry.mean(), rel=1e-5)
 
 
-def test_wrong_options_are_named(runs):
-    even = runs / "even-seed0"
+def test_wrong_options_are_named(runs, command):
+    command, even = partial(command, "lab", "kernel"), runs / "even-seed0"
     for words, call in {
         "no models": partial(kernel_study, {}),
         "bare ViT, without the tokenizer": partial(kernel_study, {"a": vit}, text="a.txt"),

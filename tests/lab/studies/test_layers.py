@@ -6,7 +6,6 @@ from hashlib import sha256
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from acutance.errors import AcutanceError
 from acutance.io.loading import load_model
@@ -64,19 +63,16 @@ def by_hand(model, batch, leave_out):
 
 
 @pytest.mark.parametrize("leave_out", [0, 2])
-def test_a_block_is_split_where_its_attention_was_added(folder, leave_out, tmp_path, monkeypatch):
+def test_a_block_is_split_where_its_attention_was_added(folder, leave_out, tmp_path, command):
     """Also with padding."""
-    texts, words = tmp_path / "texts", DECLARATION.read_text().split()
+    texts, text = tmp_path / "texts", DECLARATION.read_text().split()
     texts.mkdir()
     for n in range(22):
-        (texts / f"{n:02}.txt").write_text(" ".join(words[20 * n : 20 * n + 9 + n % 5]))
+        (texts / f"{n:02}.txt").write_text(" ".join(text[20 * n : 20 * n + 9 + n % 5]))
     path = tmp_path / "record.json"
-    command = ["layers", f"hf:{folder}", "--text", str(texts), "--batches", "5", "--windows", "2", "--json", str(path)]
-    command += ["--leave-out", str(leave_out)]
-    monkeypatch.setattr("sys.argv", ["acutance", "lab", *command])
-    done = CliRunner().invoke(app, command, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    assert "5 batches of 2 windows" in " ".join(done.output.split())
+    words = ["lab", "layers", f"hf:{folder}", "--text", str(texts), "--batches", "5", "--windows", "2"]
+    words += ["--json", str(path), "--leave-out", str(leave_out)]
+    assert "5 batches of 2 windows" in " ".join(command(*words).split())
     record, loaded = json.loads(path.read_text()), load_model(f"hf:{folder}")
     every = loaded.text_batches(texts, batch=2)
     chosen = [every.samples[n] for n in (1, 3, 5, 7, 9, 12, 14, 16, 18, 20)]  # the middles of ten equal parts
@@ -87,7 +83,7 @@ def test_a_block_is_split_where_its_attention_was_added(folder, leave_out, tmp_p
         assert np.array([at[name] for at in record["layers"]]) == pytest.approx(expected[:, part].numpy(), abs=1e-4)
     changes = np.diff(np.log(record["stream"]["hfc_lfc_spectral"]), axis=0)
     assert changes == pytest.approx(expected.sum(1).numpy(), abs=0.1)  # the log of a mean is not the mean of the logs
-    assert record["command"] == ["acutance", "lab", *command]
+    assert record["command"] == ["acutance", *words]
     assert record["layers"][0]["layer"] == 1
     digests = "".join(sha256(file.read_bytes()).hexdigest() for file in sorted(texts.iterdir()))
     assert record["sha256"] == sha256(digests.encode()).hexdigest()

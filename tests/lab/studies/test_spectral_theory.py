@@ -11,20 +11,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from layers import TOKENS, WIDTH, centred_branch, normal
 
-import acutance
 from acutance import metrics
-from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError
-from acutance.explain import Spectrum, steer
 from acutance.explain import spectral_theory as theory
-from acutance.lab import studies
 from acutance.lab.studies import branch_with_spectrum, random_attention, repeat
 from attention.operator_cases import assert_same_set
 
 real = st.floats(-3, 3, allow_nan=False)
 unit = st.floats(-0.99, 0.99, allow_nan=False)
 ROOT = Path(__file__).parents[3]
-PLACES = (theory, studies, metrics, steer, acutance, AttentionOperator, Spectrum)
 
 
 def spectrum(low, high, width=WIDTH):
@@ -32,19 +27,15 @@ def spectrum(low, high, width=WIDTH):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_layers_spectrum_is_one_plus_all_products(seed):
+def test_the_matrix_is_the_layer_and_its_spectrum_is_one_plus_all_products(seed):
     A, H = random_attention(TOKENS, 2.0, seed=seed), normal(WIDTH, WIDTH, seed=seed)
     predicted = theory.layer_eigenvalues(torch.linalg.eigvals(H), torch.linalg.eigvals(A))
     assert predicted.imag.abs().max() > 0.01, "complex eigenvalues are meant to be part of this"
     brute = torch.linalg.eigvals(theory.layer_matrix(A, H))
     assert_same_set(predicted.flatten(), brute.numpy(), 1e-7)
-
-
-def test_the_matrix_is_the_layer_also_from_transposed_views():
-    A, W, x = random_attention(TOKENS, seed=1), normal(WIDTH, WIDTH, seed=2), normal(TOKENS, WIDTH, seed=3)
-    assert not W.mT.is_contiguous()
-    after = theory.layer_matrix(A, W.mT) @ x.mT.reshape(-1)
-    torch.testing.assert_close(after, (x + A @ x @ W).mT.reshape(-1), rtol=0, atol=1e-12)
+    x = normal(TOKENS, WIDTH, seed=3)
+    after = theory.layer_matrix(A, H.mT) @ x.mT.reshape(-1)  # a transposed view
+    torch.testing.assert_close(after, (x + A @ x @ H).mT.reshape(-1), rtol=0, atol=1e-12)
 
 
 @given(lam=st.lists(real, min_size=1, max_size=6), mu=st.lists(unit, min_size=1, max_size=6))
@@ -184,16 +175,6 @@ def test_an_error_of_mu_is_covered_by_the_margin(lam, mu, off, turn, far):
     assert not right.undecided
 
 
-@pytest.mark.parametrize(("factor", "smooths"), [(0.95, False), (1.05, True)])
-def test_beyond_the_bound_negative_eigenvalues_smooth_again(factor, smooths):
-    A = random_attention(TOKENS, 0.6, symmetric=True, seed=4)
-    bound = theory.sharpening_bound(float(torch.linalg.eigvals(A).real.min()))
-    assert -2 < bound < -1
-    H = factor * bound * torch.eye(WIDTH, dtype=torch.float64)
-    assert (theory.ratio_rate(torch.linalg.eigvals(H), torch.linalg.eigvals(A)) < 1) == smooths
-    assert repeat(normal(TOKENS, WIDTH), H.mT, A, layers=3000).converged()["input"] == smooths
-
-
 @given(lam=st.lists(real, min_size=1, max_size=4), mu=st.lists(unit, min_size=1, max_size=4))
 def test_a_layer_smooths_by_all_its_eigenvalues(lam, mu):
     values, others = torch.tensor(lam, dtype=torch.complex128) * (1 + 0.5j), torch.tensor([*mu, 1.0]).double()
@@ -266,13 +247,11 @@ def test_under_pre_norm_the_ratio_falls_by_a_power_law(second):
 def test_a_statement_has_a_function_and_a_test():
     """The page that says which stand for a statement names only what is there."""
     table = (ROOT / "docs" / "laboratory.md").read_text(encoding="utf-8").split("## Each statement")[1]
-    files = (ROOT / "tests").rglob("test_*.py")
-    known = {name for path in files for name in re.findall(r"def (test_\w+)", path.read_text("utf-8"))}
+    code = "".join(path.read_text("utf-8") for room in ("src", "tests") for path in (ROOT / room).rglob("*.py"))
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][2:]
     assert len(rows) > 10
     for statement, functions, tests in rows:
-        for name in re.findall(r"`([\w.]+)`", functions):
-            assert any(hasattr(place, name.split(".")[-1]) for place in PLACES), name
-        named = re.findall(r"`(test_\w+|tests/[\w./]+)`", tests)
-        assert named, statement
-        assert all(name in known or (ROOT / name).exists() for name in named), named
+        named = re.findall(r"`([\w./]+)`", f"{functions} {tests}")
+        assert any("test" in name for name in named), statement
+        for name in named:
+            assert (ROOT / name).exists() or re.search(rf"(def|class) {name.split('.')[-1]}\b", code), name

@@ -5,9 +5,7 @@ import re
 import shutil
 
 import pytest
-from typer.testing import CliRunner
 
-from acutance.__main__ import app
 from acutance.errors import AcutanceError
 from acutance.lab import recipes
 from forked import run_forked
@@ -17,39 +15,32 @@ for change in ("task.model.depth=1", "task.model.dim=6", "task.fraction=0.1", "l
     TINY += ["--set", change]
 
 
-def invoke(*arguments):
-    return CliRunner().invoke(app, ["train", *map(str, arguments)])
-
-
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, command):
     folder = tmp_path_factory.mktemp("cli") / "run"
     changes = ("--set", "loop.checkpoint_every=2", "--set", "loop.keep_last=9")
-    done = invoke("digits", *TINY, *changes, "--out", folder, "--strategy", "single")
-    assert done.exit_code == 0, done.output
-    return folder, done.output
+    return folder, command("train", "digits", *TINY, *changes, "--out", folder, "--strategy", "single")
 
 
-def test_a_recipe_is_listed_trained_and_recorded(trained):
-    assert all(name in invoke("--list").output for name in recipes.names())
+def test_a_recipe_is_listed_trained_and_recorded(trained, command):
+    assert all(name in command("train", "--list") for name in recipes.names())
     folder, printed = trained
     assert re.search(r"loss \d\S+  val: top1 \S+ .*loss", printed)  # two losses, told apart
     assert re.search(r"top1 \d.* on the held-out slice after step 4", printed)
     record = json.loads((folder / "run.json").read_text())
     config = record["config"]
     assert (record["recipe"], config["task"]["model"]["depth"], config["loop"]["strategy"]) == ("digits", 1, "single")
-    error = invoke("other", "--out", folder, "--resume").exception
-    assert "was begun with the recipe digits, not other" in str(error)
+    with pytest.raises(AcutanceError, match="was begun with the recipe digits, not other"):
+        command("train", "other", "--out", folder, "--resume")
 
 
-def test_a_run_that_ends_where_it_stands_is_scored_there(trained, tmp_path):
+def test_a_run_that_ends_where_it_stands_is_scored_there(trained, tmp_path, command):
     """A checkpoint of before the first evaluation has no scores."""
     run = shutil.copytree(trained[0], tmp_path / "run")
     shutil.rmtree(run / "checkpoints/step-000000004")
     (run / "result.json").unlink()  # as if it had been stopped there
-    ended = invoke("--out", run, "--resume", "--set", "loop.epochs=0.5", "--device", "cpu")
-    assert ended.exit_code == 0, ended.output
-    assert re.search(r"top1 \d.* on the held-out slice after step 2", ended.output)
+    printed = command("train", "--out", run, "--resume", "--set", "loop.epochs=0.5", "--device", "cpu")
+    assert re.search(r"top1 \d.* on the held-out slice after step 2", printed)
 
 
 @pytest.mark.parametrize(
@@ -64,13 +55,12 @@ def test_a_run_that_ends_where_it_stands_is_scored_there(trained, tmp_path):
         (("digits", "SRUN", "--out", "OUT"), "srun started 2 tasks"),  # they would train one run each, in one folder
     ],
 )
-def test_mistakes_are_one_line(tmp_path, monkeypatch, arguments, message):
+def test_mistakes_are_one_line(tmp_path, monkeypatch, command, arguments, message):
     for name, value in {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}.items() if "SRUN" in arguments else ():
         monkeypatch.setenv(name, value)
     arguments = [str(tmp_path / "run") if word == "OUT" else word for word in arguments if word != "SRUN"]
-    error = invoke(*arguments).exception
-    assert isinstance(error, AcutanceError)
-    assert re.search(message, str(error))
+    with pytest.raises(AcutanceError, match=message):
+        command("train", *arguments)
     assert not (tmp_path / "run").exists()
 
 

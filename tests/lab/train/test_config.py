@@ -66,6 +66,8 @@ def test_values_get_the_type_of_their_field(field, text, expected):
         ("loop.ema=1.5", "loop.ema must be at least 0 and less than 1, not 1.5"),
         ("optim.lr=-1", "optim.lr must be 0 or more, not -1"),
         ("optim.betas=[0.9, 1]", r"optim.betas must be at least 0 and less than 1, not \(0.9, 1.0\)"),
+        ("optim.momentum=0.5", r"optim\.momentum is not read by adam"),
+        ('optim={"name": "sgd", "betas": [0.8, 0.9]}', r"optim\.betas is not read by sgd"),
         ("task.model.heads=3", "dim 8 cannot be shared out among 3 heads"),
     ],
 )

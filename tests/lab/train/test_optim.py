@@ -9,7 +9,7 @@ from tiny_runs import fit, tiny
 from torch import nn
 
 from acutance.errors import AcutanceError
-from acutance.lab.train import OptimConfig, ScheduleConfig, optim, override
+from acutance.lab.train import OptimConfig, ScheduleConfig, optim
 from acutance.lab.train.engine import Engine
 from acutance.lab.train.log import attention_backend
 from acutance.lab.train.optim import Ema, build_optimiser, learning_rate, orthogonal
@@ -17,7 +17,7 @@ from acutance.models import ViT
 
 PER_EPOCH, TOTAL = 10, 100
 SMALL = {"image_size": 8, "patch_size": 4, "in_chans": 1, "dim": 16, "depth": 2, "heads": 2, "num_classes": 3}
-MUON = OptimConfig(name="muon", lr=1e-2, weight_decay=0.1, momentum=0.95)
+MUON = OptimConfig(name="muon", lr=1e-2, weight_decay=0.1, momentum=0.9)
 LEARNT = "neutreno:0.6,learn=head"
 
 
@@ -101,17 +101,6 @@ def test_the_mean_follows_its_formula_and_swapping_leaves_no_trace():
     assert all(torch.equal(value, mean[name]) for name, value in ema.mean.items())
 
 
-def test_a_long_memory_forgets_the_initial_weights_within_a_run():
-    """Without its own warm-up a decay of 0.9998 would still hold 14 % of them after 9,700 steps."""
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(model.weight)
-    ema = Ema(model, 0.9998)
-    nn.init.zeros_(model.weight)
-    for step in range(9_700):
-        ema.update(step)
-    assert ema.mean["weight"].item() < 1e-6
-
-
 @pytest.mark.parametrize("shape", [(3, 8, 8), (2, 8, 24)])
 def test_directions_have_singular_values_around_one_and_the_singular_vectors_of_the_momentum(shape):
     matrices = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -145,7 +134,8 @@ def test_it_moves_matrices_as_torch_does(part, longer):
     ours, torchs = two_alike()
     two_steps(ours, build_optimiser(ours, MUON))
     matrix = torchs.blocks[1].get_submodule(part).weight
-    two_steps(torchs, torch.optim.Muon([matrix], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
+    same = {"lr": 1e-2, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
+    two_steps(torchs, torch.optim.Muon([matrix], **same))
     moved = ours.blocks[1].get_submodule(part).weight
     # Torch's iteration is in bfloat16.
     assert (moved - matrix).abs().max() < 0.02 * 1e-2 * 0.2 * longer**0.5 * 2
@@ -185,18 +175,6 @@ def test_each_projection_of_a_joint_one_moves_by_itself_and_an_mlp_as_a_whole(op
     build_optimiser(apart, MUON).step()
     moved = torch.cat([part.weight for part in apart["blocks"]])
     torch.testing.assert_close(joint, moved, atol=1e-7, rtol=1e-6)
-
-
-def test_the_momentum_is_the_one_that_was_set():
-    slow, fast = two_alike()
-    two_steps(slow, build_optimiser(slow, MUON))
-    two_steps(fast, build_optimiser(fast, override(tiny(), ["optim.name=muon", "optim.momentum=0.5"]).optim))
-    assert not torch.equal(slow.blocks[0].attn.proj.weight, fast.blocks[0].attn.proj.weight)
-    for change in ("optim.name=adamw", "optim.name=adam"):
-        with pytest.raises(AcutanceError, match=r"optim\.momentum is not read by adam"):
-            override(tiny(), [change, "optim.momentum=0.5"])
-    with pytest.raises(AcutanceError, match=r"optim\.betas is not read by sgd"):
-        override(tiny(), ["optim.name=sgd", "optim.betas=[0.8, 0.9]"])
 
 
 def test_blocks_may_be_compiled_one_by_one():

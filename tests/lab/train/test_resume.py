@@ -19,7 +19,6 @@ from tiny_runs import MODEL, STEPS_PER_EPOCH, assert_same_bits, bits, die_in, fi
 
 import acutance as ac
 from acutance.errors import AcutanceError
-from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.tasks.language import LanguageTaskConfig
 from acutance.lab.tasks.segmentation import SegmentationConfig
 from acutance.lab.train import Run, StoppedError, override
@@ -96,19 +95,6 @@ def test_a_run_that_died_goes_on_to_the_same_bits(kind, trained, tmp_path):
     assert steps == sorted(set(steps))
 
 
-def test_the_best_model_of_an_abandoned_future_is_forgotten(tmp_path, monkeypatch):
-    """Step 16 was the best, but the run goes on from step 15, and no further."""
-    folder, first = tmp_path / "run", tmp_path / "best of step 8"
-    scores = iter([20.0, 30.0, 10.0])  # after steps 8, 16, and 15 once resumed
-    monkeypatch.setattr(ClassificationTask, "evaluate", lambda *_: {"top1": next(scores)})
-    with stepping(9, lambda: shutil.copy(folder / "best.safetensors", first)):
-        die_in(17, tiny("loop.epochs=3"), folder)
-    assert (folder / "best.safetensors").read_bytes() != first.read_bytes()
-    result, _ = fit(tiny("loop.epochs=1.875"), folder, resume=True)
-    assert result["best"] == {"step": 8, "score": 20.0}
-    assert (folder / "best.safetensors").read_bytes() == first.read_bytes()
-
-
 def test_two_commands_do_not_train_one_run_at_once(whole, tmp_path):
     def another():
         with pytest.raises(AcutanceError, match=f"is being trained by another command .*process {os.getpid()}"):
@@ -158,15 +144,12 @@ def test_a_second_ctrl_c_is_obeyed_at_once_and_handlers_are_put_back():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def train_tiny(folder, resume):
-    fit(tiny(), folder, resume=resume)
-
-
 def test_kill_9_at_any_moment_loses_nothing_that_was_saved(whole, tmp_path):
     """From outside and again and again, as soon as a file is being written or has been."""
     folder = tmp_path / "cut"
     for moment in ("checkpoints/.writing-step-000000005", "best.safetensors", "checkpoints/step-000000015"):
-        child = FORKS.Process(target=train_tiny, args=(folder, (folder / "run.json").exists()))
+        begun = (folder / "run.json").exists()
+        child = FORKS.Process(target=fit, args=(tiny(), folder), kwargs={"resume": begun})
         child.start()
         while child.is_alive() and not (folder / moment).exists():
             time.sleep(0.0005)
@@ -231,15 +214,6 @@ def test_a_finished_run_has_nothing_left_to_do_and_can_be_made_longer(run, train
     assert fit(tiny("loop.epochs=3"), run, resume=True)[0]["step"] == 3 * STEPS_PER_EPOCH  # nothing was wanted
     (run / "result.json").unlink()  # as of one that was being made longer
     assert_refused(run, message, "loop.epochs=3")
-
-
-def test_a_run_whose_result_alone_is_missing_is_ended_wherever_its_data_lie(run, whole):
-    for name in ("result.json", "model.safetensors"):  # cut after the last checkpoint
-        (run / name).unlink()
-    assert_refused(run, "nothing is left to train: .* so optim.lr 1.0 instead of 0.01", "optim.lr=1")
-    result, _ = fit(tiny("task.data_dir=elsewhere"), run, resume=True)
-    assert result["step"] == 16
-    assert_same_bits(bits(run), bits(whole))
 
 
 def test_initial_weights_may_move_but_not_be_others(run, tmp_path):
