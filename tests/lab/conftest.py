@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from acutance.cli import app
+from acutance.__main__ import app
 from acutance.lab import recipes
 from acutance.lab.train import override, train
 

@@ -14,13 +14,12 @@ from torch.nn.attention import SDPBackend
 from typer.testing import CliRunner
 
 import acutance as ac
-from acutance import cli
+from acutance.__main__ import app
 from acutance.attention.kernels import packed
 from acutance.errors import AcutanceError
 from acutance.lab.bench import language, measuring, results, run, steps, timing
 from acutance.lab.bench.steps import TOY
 from acutance.lab.bench.timing import Candidate, Pace, Settings
-from acutance.lab.commands import bench
 from acutance.metrics import ATTENTION_METRICS
 from acutance.models import LanguageModel, ViT
 
@@ -40,7 +39,7 @@ def _no_collection(monkeypatch):
 @pytest.fixture
 def bench(tmp_path):
     def call(only, status=0):
-        done = CliRunner().invoke(cli.app, ["bench", "--only", only, "--device", "cpu", "--out", str(tmp_path)])
+        done = CliRunner().invoke(app, ["bench", "--only", only, "--device", "cpu", "--out", str(tmp_path)])
         assert done.exit_code == status, done.output
         (path,) = tmp_path.iterdir()
         return done.output, path, read(path)
@@ -91,7 +90,7 @@ def test_on_a_gpu_every_mode_of_timm_is_a_baseline_at_the_sizes_of_the_papers():
 
 
 def test_groups_by_name_and_by_beginning():
-    text = CliRunner().invoke(cli.app, ["bench", "--help"]).output
+    text = CliRunner().invoke(app, ["bench", "--help"]).output
     assert all(name in text for name in run.GROUPS)
     assert run.chosen_groups(None) == list(run.GROUPS)
     assert run.chosen_groups("micro, steps") == ["micro", "steps-32", "steps-224"]

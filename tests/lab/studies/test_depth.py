@@ -9,7 +9,6 @@ import torch
 from acutance import metrics, sites
 from acutance.errors import AcutanceError
 from acutance.explain import explain
-from acutance.lab.commands import studies as app
 from acutance.lab.data import digits
 from acutance.lab.studies import DepthConfig, depth_study
 from acutance.lab.studies import depth as room

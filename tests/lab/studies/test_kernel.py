@@ -16,7 +16,6 @@ from acutance import metrics, sites
 from acutance.errors import AcutanceError, NonFiniteError
 from acutance.explain.spectral_theory import rank_correlation
 from acutance.io.loading import load_model
-from acutance.lab.commands import studies as app
 from acutance.lab.data import digits
 from acutance.lab.studies import kernel, kernel_assumptions, kernel_study
 from acutance.lab.studies.kernel import MEASURES, permuted

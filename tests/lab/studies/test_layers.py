@@ -9,7 +9,6 @@ import torch
 
 from acutance.errors import AcutanceError
 from acutance.io.loading import load_model
-from acutance.lab.commands import studies as app
 from acutance.lab.studies import layers_study
 from acutance.lab.studies.layers import middle_and_range
 from tiny_folders import DECLARATION, tiny, tiny_tokenizer
