@@ -56,12 +56,12 @@ def images():
     return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def mitigated(model, spec):
+def mitigated(model, spec, by=0.3):
     """What is learnt moved away from where it starts, differently in every layer."""
     handle, generator = mitigate(model, spec), torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
         if ".mitigation." in name:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter)
+            parameter.data += by * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter)
     return handle
 
 

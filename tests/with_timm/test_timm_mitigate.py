@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 from plain_timm import plain_formulas
-from timm_zoo import FLAT, FUSED, MERGED, MIXED_HEADS, SHIFTED, assert_parity, create, gradients, images, loss_of
+from timm_zoo import FLAT, FUSED, MERGED, MIXED_HEADS, SHIFTED, assert_parity, create, images
 
 import acutance as ac
 from acutance.errors import AcutanceError
-from sites.tiny_models import left_alone, mitigated
+from sites.tiny_models import left_alone, mitigated, with_gradients
 
 ALL_THREE = "neutreno:0.6+attnscale+featscale"
 WITHOUT_OPERATOR = "neutreno:0.6+featscale"  # all that heads which are mixed leave
@@ -29,7 +29,7 @@ def plain(model, spec, **arguments):
         module._forward_pre_hooks.clear()
     with plain_formulas(attentions, own, strength=0.6 * ("neutreno" in spec)):
         output = twin(images(), **arguments)
-    return output.detach(), gradients(named, loss_of(output))
+    return with_gradients(output, named)
 
 
 def check_parity(model, spec, run=None, **arguments):
@@ -91,8 +91,7 @@ def test_dropout_draws_the_same_numbers(name, fused):
         torch.manual_seed(6)
         return model(*given)
 
-    output = run(images())
-    expected = output.detach(), gradients(model.named_parameters(), loss_of(output))
+    expected = with_gradients(run(images()), model.named_parameters())
     state = torch.get_rng_state()
     ac.mitigate(model, "neutreno:0")
     assert_parity(model, expected, run, tolerance=0.0)
@@ -113,7 +112,7 @@ def test_timms_own_checkpointing_with_two_forward_passes_under_way(name):
     mitigated(model, WITHOUT_OPERATOR)
 
     def both():
-        return gradients(model.named_parameters(), sum([loss_of(model(images(seed))) for seed in (2, 7)]))
+        return with_gradients(torch.cat([model(images(seed)) for seed in (2, 7)]), model.named_parameters())
 
     expected = both()
     model.set_grad_checkpointing()
