@@ -3,8 +3,8 @@
 import hf_zoo
 import pytest
 import torch
-from hf_zoo import VISION, ZOO, batch, build, in_float64, output, part_of, records, tiny
-from tiny_models import left_alone, mitigated
+from hf_zoo import VISION, ZOO, batch, build, in_float64, output, records, tiny
+from tiny_models import left_alone
 from torch import nn
 
 import acutance as ac
@@ -15,14 +15,6 @@ from acutance.errors import AcutanceError, NoSitesError
 def untouched(model, inputs):
     """No trace is left in the model, nor in its output."""
     return left_alone(model, lambda: output(model, inputs))
-
-
-@pytest.mark.parametrize("name", ["vit", "bert", "gpt2", "llama", "t5_decoder", "gemma2"])
-@torch.no_grad()
-def test_removing_leaves_no_trace(name):
-    model, inputs = build(name), batch(name)
-    with untouched(model, inputs) as before, mitigated(part_of(name, model), "attnscale+neutreno:0.6,learn=head"):
-        assert not torch.equal(output(model, inputs), before)
 
 
 @torch.no_grad()
