@@ -23,6 +23,7 @@ import acutance as ac
 from acutance.errors import AcutanceError
 from acutance.mitigations import REGISTRY
 from parity.parity_formula import Plain, with_plain_weights
+from sites import tiny_models as tiny
 from sites.hf_zoo import DECODER, ENDS, GPT, TEXT, VISION, in_float64, library
 from sites.tiny_models import DIM, Made, shaken
 
@@ -105,57 +106,27 @@ def models(*families):
     ).filter(lambda case: case.exists)  # fmt: skip
 
 
-def by_sdpa(q, k, v, bias):
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-
-
-def by_bool(q, k, v, bias):
+def boolean(q, k, v, bias):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias == 0)
 
 
-def by_softmax(q, k, v, bias):
-    logits = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-    return (logits if bias is None else logits + bias).softmax(-1) @ v
+FORMS = {"sdpa": tiny.sdpa, "bool": boolean, "eager": tiny.softmax}
 
 
-FORMS = {"sdpa": by_sdpa, "bool": by_bool, "eager": by_softmax}
-
-
-def heads_of(x, count=HEADS):
-    return x.unflatten(-1, (count, -1)).transpose(1, 2)
-
-
-def attention(self, x, attn_mask):
-    k, v = (heads_of(part(x), self.kv_heads) for part in (self.k_proj, self.v_proj))
-    k, v = (part.repeat_interleave(HEADS // self.kv_heads, dim=1) for part in (k, v))
-    return self.out_proj(self.form(heads_of(self.q_proj(x)), k, v, attn_mask).transpose(1, 2).flatten(2))
-
-
-def block(self, x, bias):
-    if self.pre_norm:
-        x = x + self.attn(self.norm1(x), attn_mask=bias)
-        return x + self.mlp(self.norm2(x))
-    x = self.norm1(x + self.attn(x, attn_mask=bias))
-    return self.norm2(x + self.mlp(x))
-
-
-def stack(self, x, bias):
+def through_layers(self, x, bias):
     for layer in self.layers:
-        x = layer(x, bias)
+        x = layer(x, attn_mask=bias)
     return x
 
 
 def written(case):
     """A model of no library; its heads may have another width in every second layer."""
-    blocks = []
-    for width in (case.widths * 2)[: case.depth]:
-        parts = {f"{name}_proj": nn.Linear(DIM, case.kv_heads * width) for name in "kv"}
-        parts |= {"q_proj": nn.Linear(DIM, HEADS * width), "out_proj": nn.Linear(HEADS * width, DIM)}
-        attn = Made(attention, **parts, form=FORMS[case.form], heads=HEADS, kv_heads=case.kv_heads)
-        parts = {"attn": attn, "mlp": nn.Sequential(nn.Linear(DIM, 16), nn.GELU(), nn.Linear(16, DIM))}
-        parts |= {"norm1": nn.LayerNorm(DIM), "norm2": nn.LayerNorm(DIM)}
-        blocks.append(Made(block, **parts, pre_norm=case.pre_norm))
-    return Made(stack, layers=nn.ModuleList(blocks))
+    sizes = {"heads": HEADS, "key_heads": case.kv_heads}
+    attentions = [
+        tiny.separate_attention(FORMS[case.form], **sizes, width=width) for width in (case.widths * 2)[: case.depth]
+    ]
+    run = tiny.pre_norm if case.pre_norm else tiny.post_norm
+    return Made(through_layers, layers=nn.ModuleList(tiny.block(attention, run) for attention in attentions))
 
 
 def make(case):

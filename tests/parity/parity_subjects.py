@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.nn import functional as F
 
 import acutance as ac
+from sites import tiny_models as tiny
 
 # All learn, so that their gradients are compared too.
 SPECS = {
@@ -232,39 +233,8 @@ def _all_of(output) -> Tensor:
     return output.last_hidden_state if pooled is None else torch.cat([output.last_hidden_state, pooled[:, None]], 1)
 
 
-class WrittenAttention(nn.Module):
-    """By `scaled_dot_product_attention`, or, with fewer key heads, by a softmax that is written out."""
-
-    def __init__(self, groups: int) -> None:
-        super().__init__()
-        self.heads, self.groups = HEADS, groups
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(DIM, DIM // by) for by in (1, groups, groups))
-        self.out_proj = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        q, k, v = (part.unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for part in parts)
-        if self.groups == 1:
-            u = F.scaled_dot_product_attention(q, k, v)
-        else:
-            k, v = (part.repeat_interleave(self.groups, dim=1) for part in (k, v))
-            u = F.softmax(q @ k.transpose(-2, -1) / (DIM // HEADS) ** 0.5, dim=-1).to(v.dtype) @ v
-        return self.out_proj(u.transpose(1, 2).flatten(2))
-
-
-class WrittenBlock(nn.Module):
-    def __init__(self, groups: int) -> None:
-        super().__init__()
-        self.norm1, self.attn, self.norm2 = nn.LayerNorm(DIM), WrittenAttention(groups), nn.LayerNorm(DIM)
-        self.mlp = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
 class Written(Torch):
-    """Models of no library, whose attention is intercepted."""
+    """Models of no library, whose attention is intercepted: torch's function, or a softmax with fewer key heads."""
 
     name = "hand-written"
     heads = ("multi-head", "grouped-query")
@@ -272,8 +242,10 @@ class Written(Torch):
 
     def library_model(self, heads):
         ends = {"embed": nn.Linear(5, DIM), "head": nn.Linear(DIM, 3)}
-        groups = 1 if heads == "multi-head" else 2
-        return Between("blocks", **ends, blocks=nn.Sequential(*(WrittenBlock(groups) for _ in range(self.depth))))
+        form, key_heads = (tiny.sdpa, HEADS) if heads == "multi-head" else (tiny.softmax, HEADS // 2)
+        sizes = {"dim": DIM, "heads": HEADS, "key_heads": key_heads, "width": DIM // HEADS}
+        blocks = (tiny.block(tiny.separate_attention(form, **sizes), dim=DIM) for _ in range(self.depth))
+        return Between("blocks", **ends, blocks=nn.Sequential(*blocks))
 
 
 SUBJECTS: dict[str, type[Subject]] = {cls.name: cls for cls in (Reference, Transformers, Torch, Timm, Written)}

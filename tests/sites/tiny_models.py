@@ -255,9 +255,38 @@ def joint(self, x):
     return self.c_proj(self.form(*self.c_attn(x).chunk(3, dim=-1)))
 
 
-def pre_norm(self, x):
-    x = x + self.attn(self.norm1(x))
+def separate(self, x, attn_mask=None):
+    """A projection each for q, k and v; there may be fewer key heads."""
+    parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    q, k, v = (part.unflatten(-1, (-1, self.width)).transpose(1, 2) for part in parts)
+    if k.shape[1] < q.shape[1]:
+        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
+    return self.out_proj(merge(self.form(q, k, v, attn_mask)))
+
+
+def sdpa(q, k, v, bias):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+
+def softmax(q, k, v, bias):
+    logits = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    return F.softmax(logits if bias is None else logits + bias, dim=-1).to(v.dtype) @ v
+
+
+def separate_attention(form, *, dim=DIM, heads, key_heads, width):
+    counts = {"q_proj": heads, "k_proj": key_heads, "v_proj": key_heads}
+    parts = {name: nn.Linear(dim, count * width) for name, count in counts.items()}
+    return Made(separate, **parts, out_proj=nn.Linear(heads * width, dim), form=form, heads=heads, width=width)
+
+
+def pre_norm(self, x, **masks):
+    x = x + self.attn(self.norm1(x), **masks)
     return x + self.mlp(self.norm2(x))
+
+
+def post_norm(self, x, **masks):
+    x = self.norm1(x + self.attn(x, **masks))
+    return self.norm2(x + self.mlp(x))
 
 
 def attention(form="sdpa", run=joint, names=("c_attn", "c_proj")):
@@ -265,9 +294,9 @@ def attention(form="sdpa", run=joint, names=("c_attn", "c_proj")):
     return Made(run, **parts, form=FORMS[form], n_head=HEADS)
 
 
-def block(attn, run=pre_norm):
-    mlp = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
-    return Made(run, norm1=nn.LayerNorm(DIM), attn=attn, norm2=nn.LayerNorm(DIM), mlp=mlp)
+def block(attn, run=pre_norm, dim=DIM):
+    mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+    return Made(run, norm1=nn.LayerNorm(dim), attn=attn, norm2=nn.LayerNorm(dim), mlp=mlp)
 
 
 def through_blocks(self, ids):
@@ -277,11 +306,11 @@ def through_blocks(self, ids):
     return self.head(self.norm(x))
 
 
-def gpt(form="sdpa", checkpointed=False, **options):
+def gpt(form="sdpa", checkpointed=False, depth=DEPTH, **options):
     """A hand-written GPT."""
     torch.manual_seed(0)
     parts = {"wte": nn.Embedding(WORDS, DIM), "norm": nn.LayerNorm(DIM), "head": nn.Linear(DIM, WORDS)}
-    layers = nn.ModuleList(block(attention(form, **options)) for _ in range(DEPTH))
+    layers = nn.ModuleList(block(attention(form, **options)) for _ in range(depth))
     return Made(through_blocks, **parts, h=layers, checkpointed=checkpointed).double()
 
 
