@@ -10,7 +10,7 @@ from tiny_models import encoder, images, left_alone, mitigated, tokens, vit
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from acutance.errors import AcutanceError, AcutanceWarning
+from acutance.errors import AcutanceError
 from acutance.mitigations import FeatScale, Mitigation, NeuTRENO
 from acutance.sites.mitigate import mitigate
 
@@ -133,17 +133,3 @@ def test_a_compiled_model_is_refused(how):
         (model if how == "in place" else model.blocks[1]).compile(backend="eager")
     with pytest.raises(AcutanceError, match=r"mitigate, then torch\.compile"):
         mitigate(model, "neutreno:0.6")
-
-
-def test_neutreno_in_the_first_layer_alone_is_warned_of(recwarn):
-    model = vit()
-    before = model(images())
-    for spec in ("neutreno:0.6", "neutreno:0.6+attnscale"):
-        with pytest.warns(AcutanceWarning, match=r"in layer 1 alone.*changes nothing"):
-            handle = mitigate(model, spec, layers=[1])
-        assert torch.equal(model(images()), before)
-        handle.remove()
-    recwarn.clear()
-    for spec, layers in (("neutreno:0.6", None), ("neutreno:0.6", [1, 2]), ("attnscale", [1])):
-        mitigate(model, spec, layers=layers).remove()
-    assert not recwarn.list
