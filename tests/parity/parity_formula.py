@@ -66,6 +66,11 @@ def with_plain_weights(
     return plain
 
 
+def learnt(state, attention):
+    """What the mitigation in an attention learns, by name."""
+    return {path.rpartition(".")[2]: p for path, p in state.items() if path.startswith(f"{attention}.mitigation.")}
+
+
 def attend(q, k, v, first, own, *, parts=PARTS, mask=None, cut=False, strength=0.0, scale=None, softcap=None):
     """u per head, (batch, heads, tokens, head_dim); k, v and first may have fewer heads; `own` is what is learnt.
 
@@ -135,8 +140,7 @@ class Plain:
     def of(self, attention):
         """A layer's number, what its mitigations learn, and their names."""
         layer, path = self.layers[attention]
-        own = {name.rpartition(".")[2]: p for name, p in self.state.items() if name.startswith(f"{path}.mitigation.")}
-        return layer, own, self.parts(layer)
+        return layer, learnt(self.state, path), self.parts(layer)
 
     def attend(self, attention, q, k, v, **options):
         if attention not in self.layers:  # cross-attention

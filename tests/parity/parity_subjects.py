@@ -164,19 +164,6 @@ class Timm(Reference):
         return written_out(heads, state, inputs, cut)
 
 
-class Between(nn.Module):
-    """A stack of blocks between two linear maps, `embed` and `head`."""
-
-    def __init__(self, stack: str, **parts: nn.Module) -> None:
-        super().__init__()
-        self.stack = stack
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(getattr(self, self.stack)(self.embed(x)))
-
-
 class Torch(Subject):
     """torch.nn."""
 
@@ -184,8 +171,9 @@ class Torch(Subject):
     weights = ("self_attn.in_proj_weight", "self_attn.out_proj.weight")
 
     def library_model(self, heads):
-        embed, head = nn.Linear(5, DIM), nn.Linear(DIM, 3)
-        return Between("encoder", embed=embed, encoder=torch_encoder(self.depth), head=head)
+        ends = {"embed": nn.Linear(5, DIM), "head": nn.Linear(DIM, 3)}
+        run = lambda self, x: self.head(self.encoder(self.embed(x)))  # noqa: E731
+        return tiny.Made(run, **ends, encoder=torch_encoder(self.depth))
 
     def inputs(self, generator, heads):
         return {"x": torch.randn(BATCH, 7, 5, generator=generator)}
@@ -245,7 +233,8 @@ class Written(Torch):
         form, key_heads = (tiny.sdpa, HEADS) if heads == "multi-head" else (tiny.softmax, HEADS // 2)
         sizes = {"dim": DIM, "heads": HEADS, "key_heads": key_heads, "width": DIM // HEADS}
         blocks = (tiny.block(tiny.separate_attention(form, **sizes), dim=DIM) for _ in range(self.depth))
-        return Between("blocks", **ends, blocks=nn.Sequential(*blocks))
+        run = lambda self, x: self.head(self.blocks(self.embed(x)))  # noqa: E731
+        return tiny.Made(run, **ends, blocks=nn.Sequential(*blocks))
 
 
 SUBJECTS: dict[str, type[Subject]] = {cls.name: cls for cls in (Reference, Transformers, Torch, Timm, Written)}

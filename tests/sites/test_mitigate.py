@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from acutance.errors import AcutanceError
 from acutance.mitigations import FeatScale, Mitigation, NeuTRENO
+from acutance.sites import mitigation_spec
 from acutance.sites.mitigate import mitigate
 
 LEARNT = "attnscale+neutreno:0.6,learn=head,start=0.3"
@@ -69,9 +70,9 @@ def test_the_handle_is_a_context_manager_and_prints_itself():
     output = model(images())
     with mitigate(model, NeuTRENO(0.6) + FeatScale()) as handle:
         assert repr(handle) == "<neutreno:0.6+featscale in layers 1, 2, 3, active>"
-        assert model.config.mitigation == "neutreno:0.6+featscale"
+        assert model.config.mitigation == mitigation_spec(model) == "neutreno:0.6+featscale"
     assert repr(handle).endswith("removed>")
-    assert model.config.mitigation is None
+    assert model.config.mitigation is mitigation_spec(model) is None
     with pytest.raises(RuntimeError, match="inside"), mitigate(model, "neutreno:0.6"):
         raise RuntimeError("inside")
     assert torch.equal(model(images()), output)

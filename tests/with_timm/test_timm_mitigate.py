@@ -10,6 +10,7 @@ from torch.func import functional_call
 
 import acutance as ac
 from acutance.errors import AcutanceError
+from parity.parity_formula import learnt
 from sites.tiny_models import leaves_of, left_alone, mitigated, with_gradients
 
 ALL_THREE = "neutreno:0.6+attnscale+featscale"
@@ -23,10 +24,7 @@ def check_parity(make, spec, run=lambda model: model, **arguments):
     mitigated(model, spec)
     leaves, names = leaves_of(model), {module: name for name, module in plain.named_modules()}
     attentions = [site.attention for site in ac.sites.find(plain)]
-    own = [
-        {path.rpartition(".")[2]: p for path, p in leaves.items() if path.startswith(f"{names[attention]}.mitigation.")}
-        for attention in attentions
-    ]
+    own = [learnt(leaves, names[attention]) for attention in attentions]
     write_formulas(attentions, own, strength=0.6 * ("neutreno" in spec))
     weights = {path: p for path, p in leaves.items() if ".mitigation." not in path}
     expected = with_gradients(functional_call(plain, weights, (images(),), arguments), leaves)

@@ -47,11 +47,15 @@ FUSED = {"fused": True, "unfused": False}
 
 
 def create(name, *, fused=True, **options):
-    """A model in float64 whose parameters are away from what would hide a mistake, such as zero biases."""
     sizes = {} if name in SHIFTED | MERGED else {**SMALL, "num_heads": 4} if name in MIXED_HEADS else SMALL
     options = {**sizes, **MEASURED[name], **options}
     torch.manual_seed(0)
-    model = timm.create_model(name.split()[0], **options).double().eval()
+    return prepared(timm.create_model(name.split()[0], **options), fused)
+
+
+def prepared(model, fused):
+    """In float64, with parameters away from what would hide a mistake, such as zero biases."""
+    model = model.double().eval()
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
