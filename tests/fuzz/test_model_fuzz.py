@@ -1,13 +1,14 @@
 """Random models with random mitigations, run in every way, against their formulas in float64: outputs and gradients.
 
-The plain model is a copy made before the mitigation came in. Its attention is replaced by the formula, v⁰ is passed on
-in plain sight, and its parameters are those of the mitigated model by name.
+The plain model is a copy made before the mitigation came in. Its attention is replaced by the formula, and its
+parameters are those of the mitigated model by name.
 """
 
 import copy
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,14 +22,14 @@ from torch.nn import functional as F
 import acutance as ac
 from acutance.errors import AcutanceError
 from acutance.mitigations import REGISTRY
-from mitigations.eigen_formulas import basis_of, spectrum_of
+from parity.parity_formula import Plain, with_plain_weights
+from sites import tiny_models as tiny
 from sites.hf_zoo import DECODER, ENDS, GPT, TEXT, VISION, in_float64, library
 from sites.tiny_models import DIM, Made, shaken
 
 BATCH, TOKENS, HEADS, NEW = 2, 8, 4, 4
-HIDDEN = -1e30  # what a mask adds to the logits of what is not seen is lower
 REFUSES_MORE = False  # as 0.1 does
-REMEDIES = {  # every mitigation has a row here, and its formula in `attended`, `scaled` or `Plain.__call__`
+REMEDIES = {  # every mitigation has a row here, and its formula in parity_formula
     "neutreno": ["", "learn=head", "learn=layer", "detach=true", "learn=head,detach=true"],
     "attnscale": [""],
     "featscale": ["", "doubled=true"],
@@ -105,164 +106,63 @@ def models(*families):
     ).filter(lambda case: case.exists)  # fmt: skip
 
 
-def by_sdpa(q, k, v, bias):
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-
-
-def by_bool(q, k, v, bias):
+def boolean(q, k, v, bias):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias == 0)
 
 
-def by_softmax(q, k, v, bias):
-    logits = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-    return (logits if bias is None else logits + bias).softmax(-1) @ v
+FORMS = {"sdpa": tiny.sdpa, "bool": boolean, "eager": tiny.softmax}
 
 
-FORMS = {"sdpa": by_sdpa, "bool": by_bool, "eager": by_softmax}
-
-
-def heads_of(x, count=HEADS):
-    return x.unflatten(-1, (count, -1)).transpose(1, 2)
-
-
-def attention(self, x, bias):
-    k, v = (heads_of(part(x), self.kv_heads) for part in (self.k_proj, self.v_proj))
-    k, v = (part.repeat_interleave(HEADS // self.kv_heads, dim=1) for part in (k, v))
-    return self.out_proj(self.form(heads_of(self.q_proj(x)), k, v, bias).transpose(1, 2).flatten(2))
-
-
-def block(self, x, bias):
-    if self.pre_norm:
-        x = x + self.attn(self.norm1(x), bias)
-        return x + self.mlp(self.norm2(x))
-    x = self.norm1(x + self.attn(x, bias))
-    return self.norm2(x + self.mlp(x))
-
-
-def stack(self, x, bias):
+def through_layers(self, x, bias):
     for layer in self.layers:
-        x = layer(x, bias)
+        x = layer(x, attn_mask=bias)
     return x
 
 
 def written(case):
     """A model of no library; its heads may have another width in every second layer."""
-    blocks = []
-    for width in (case.widths * 2)[: case.depth]:
-        parts = {f"{name}_proj": nn.Linear(DIM, case.kv_heads * width) for name in "kv"}
-        parts |= {"q_proj": nn.Linear(DIM, HEADS * width), "out_proj": nn.Linear(HEADS * width, DIM)}
-        attn = Made(attention, **parts, form=FORMS[case.form], heads=HEADS, kv_heads=case.kv_heads)
-        parts = {"attn": attn, "mlp": nn.Sequential(nn.Linear(DIM, 16), nn.GELU(), nn.Linear(16, DIM))}
-        parts |= {"norm1": nn.LayerNorm(DIM), "norm2": nn.LayerNorm(DIM)}
-        blocks.append(Made(block, **parts, pre_norm=case.pre_norm))
-    return Made(stack, layers=nn.ModuleList(blocks))
+    sizes = {"heads": HEADS, "key_heads": case.kv_heads}
+    attentions = [
+        tiny.separate_attention(FORMS[case.form], **sizes, width=width) for width in (case.widths * 2)[: case.depth]
+    ]
+    run = tiny.pre_norm if case.pre_norm else tiny.post_norm
+    return Made(through_layers, layers=nn.ModuleList(tiny.block(attention, run) for attention in attentions))
 
 
 def make(case):
-    """The model in float64, and of each layer the paths of its attention, W_V and W_proj."""
+    """The model in float64, where its blocks are, and the paths of attention, W_V and W_proj in a block."""
     if case.family == "written":
-        model, paths = written(case), ("layers.{}.attn", ".v_proj.weight", ".out_proj")
+        model, paths = written(case), ("layers", "attn", ".v_proj.weight", ".out_proj")
     elif case.family == "torch":
         options = {"dropout": 0.0, "batch_first": case.batch_first, "norm_first": case.pre_norm}
         layer, nested = nn.TransformerEncoderLayer(DIM, HEADS, 16, **options), not case.pre_norm and case.batch_first
         model = nn.TransformerEncoder(layer, case.depth, enable_nested_tensor=nested)
-        paths = ("layers.{}.self_attn", ".in_proj_weight", ".out_proj")
+        paths = ("layers", "self_attn", ".in_proj_weight", ".out_proj")
     else:
         name, options, blocks, attn, value, output, _ = FAMILIES[case.family]
         options = options | ({"num_key_value_heads": case.kv_heads} if case.family == "llama" else {})
-        model_class, paths = getattr(library(), name), (f"{blocks}.{{}}.{attn}", f"{value}.weight", output)
+        model_class, paths = getattr(library(), name), (blocks, attn, f"{value}.weight", output)
         model = model_class(model_class.config_class(**options | ENDS))
         model.set_attn_implementation("eager" if case.form == "eager" else "sdpa")
-    depth = case.depth if case.family not in FAMILIES else model.config.num_hidden_layers
-    places = [paths[0].format(layer) for layer in range(depth)]
-    inner = ".self" if case.family == "bert" else ""
-    return shaken(model.double(), case.seed), [(at + inner, at + paths[1], at + paths[2]) for at in places]
+    return shaken(model.double(), case.seed), paths
 
 
-def attended(q, k, v, first, own, parts, bias, scale):
-    """u per head, by the formulas; parts come in their order."""
-    k, v, first = (x if x is None else x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v, first))
-    scores = q @ k.mT * scale + (0 if bias is None else bias)
-    u, seen = scores.softmax(-1) @ v, (scores > HIDDEN).to(v.dtype)
-    for part in parts:
-        if part.startswith("neutreno") and first is not None:
-            strength = own["learnt_strength"][:, None, None] if "learnt_strength" in own else 0.6
-            u = u + strength * ((first.detach() if "detach" in part else first) - v)
-        elif part == "attnscale":
-            gain = own["gain"][:, None, None]
-            u = (1 + gain) * u - gain * (seen / seen.sum(-1, keepdim=True).clamp_min(1)) @ v
-    return u
+def formula(case, model, blocks, attention, value, output):
+    """The model as its formulas say it: a function of the mitigated model's parameters and of what is put in."""
+    layers = [
+        (block.get_submodule(attention + ".self" * (case.family == "bert")), block.get_submodule(attention + output))
+        for block in model.get_submodule(blocks)
+    ]
+    parts = lambda layer: case.parts if layer in case.layers else ()  # noqa: E731
+    plain = Plain(model, layers, heads=HEADS, parts=parts, strength=0.6)
+    eigen = next((part.partition(":")[2] for part in case.parts if part.startswith("eigen")), "")
+    options = dict(option.split("=") for option in eigen.split(",") if option)
 
+    def run(state, *args, **given):
+        weights = with_plain_weights(state, attention + value, f"{attention}{output}.weight", **options)
+        return plain(weights, *args, **given)
 
-def scaled(y, own, parts):
-    for part in parts:
-        if part.startswith("featscale"):
-            mean, times = y.mean(-2, keepdim=True), 2 if "doubled" in part else 1
-            y = y + times * (own["low"] * mean + own["high"] * (y - mean))
-    return y
-
-
-class Plain:
-    """The model as its formulas say it."""
-
-    def __init__(self, case, model, layers):
-        self.model, self.case, self.layers = copy.deepcopy(model).train(), case, layers
-        self.numbers = {self.model.get_submodule(names[0]): number for number, names in enumerate(layers, 1)}
-        if case.family in FAMILIES:
-            from transformers.masking_utils import eager_mask
-
-            library().AttentionInterface.register("fuzz_formula", self.of_transformers)
-            library().AttentionMaskInterface.register("fuzz_formula", eager_mask)
-            self.model.set_attn_implementation("fuzz_formula")
-        for module, (_, _, output) in zip(self.numbers, layers, strict=True):
-            if case.family == "torch":
-                module.forward = lambda x, *_, module=module, **masks: (self.of_torch(module, x, **masks), None)
-                continue
-            if case.family == "written":
-                module.form = lambda *parts, module=module: self.attend(module, *parts)
-            features = lambda _module, _args, y, module=module: self.features(module, y)  # noqa: E731
-            self.model.get_submodule(output).register_forward_hook(features)
-
-    def of(self, module):
-        """Number, parameters and parts of a layer's mitigation."""
-        number = self.numbers[module]
-        return number, self.own[number - 1], self.case.parts if number in self.case.layers else ()
-
-    def attend(self, module, q, k, v, bias, scale=None):
-        number, own, parts = self.of(module)
-        self.first = v if number == 1 else self.first
-        first = None if number == 1 else self.first
-        return attended(q, k, v, first, own, parts, bias, scale or q.shape[-1] ** -0.5)
-
-    def features(self, module, y):
-        return scaled(y, *self.of(module)[1:])
-
-    def of_transformers(self, module, query, key, value, attention_mask, scaling=None, **_):
-        return self.attend(module, query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
-
-    def of_torch(self, module, x, attn_mask=None, key_padding_mask=None, **_):
-        """Masks come as floats."""
-        x = x if module.batch_first else x.transpose(0, 1)
-        q, k, v = (heads_of(x) for x in F.linear(x, module.in_proj_weight, module.in_proj_bias).chunk(3, -1))
-        keys = None if key_padding_mask is None else key_padding_mask[:, None, None]
-        u = self.attend(module, q, k, v, sum(mask for mask in (attn_mask, keys) if mask is not None))
-        y = self.features(module, module.out_proj(u.transpose(1, 2).flatten(2)))
-        return y if module.batch_first else y.transpose(0, 1)
-
-    def __call__(self, state, run):
-        """What `run` gives of the model with these parameters."""
-        self.own = [{name.rpartition(".")[2]: p for name, p in state.items() if name.startswith(f"{path}.mitigation.")}
-                    for path, _, _ in self.layers]  # fmt: skip
-        plain = {name: p for name, p in state.items() if ".mitigation." not in name and "parametrizations" not in name}
-        eigen = next((part for part in self.case.parts if part.startswith("eigen")), None)
-        for number in self.case.layers if eigen else ():
-            (_, value, output), own = self.layers[number - 1], self.own[number - 1]
-            sign, basis, spectrum = (option.partition("=")[2] for option in eigen.partition(":")[2].split(","))
-            v, (module, _, leaf) = basis_of(basis, own["theta"]), value.rpartition(".")
-            others = state.get(f"{module}.parametrizations.{leaf}.original0", v[:0])  # rows of q and k
-            plain[value] = torch.cat([others, v.mT])
-            plain[f"{output}.weight"] = torch.linalg.inv(v).mT * spectrum_of(sign, spectrum, own["psi"])
-        return run(lambda *args, **options: torch.func.functional_call(self.model, plain, args, options))
+    return run
 
 
 def inputs(case, seed):
@@ -301,8 +201,8 @@ def answer(case, run, given, valid):
 def patched(case):
     """The mitigated model, what it learns moved away from its start, and the plain one."""
     torch.manual_seed(case.seed)
-    model, layers = make(case)
-    plain = Plain(case, model, layers)
+    model, paths = make(case)
+    plain = formula(case, copy.deepcopy(model).train(), *paths)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ac.mitigate(model, "+".join(case.parts), layers=list(case.layers))
@@ -349,11 +249,6 @@ def assert_same(found, wanted, what):
     assert error < 1e-8, f"{what} is off by {error:.3g}"
 
 
-def gradients(y, leaves):
-    loss = (y * torch.linspace(-1, 1, y.numel()).double().view(y.shape).cos()).sum()
-    return torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True, allow_unused=True)
-
-
 @in_float64()
 def check(case):
     """Whether it was refused, as it should be; else it is right."""
@@ -373,16 +268,17 @@ def check(case):
         return True
     assert not case.must_be_refused, "it should have been refused"
     if "cache" in case.way:
-        assert_same(found, plain(state, lambda run: run(**again)[0])[:, -NEW:], "what is generated")
+        assert_same(found, plain(state, **again)[0][:, -NEW:], "what is generated")
         return False
-    wanted = [plain(state, lambda run, each=each: answer(case, run, *each)) for each in fed]
+    wanted = [answer(case, partial(plain, state), *each) for each in fed]
     assert_same(found, wanted[0], "the output")
     for right, answers in zip(wanted, in_threads(case, model, fed) if case.way == "threads" else ([], []), strict=True):
         for each in answers:
             assert_same(each, right, "an answer of one of two threads")
     if case.way in ("eager", "checkpointing"):
-        for name, mine, right in zip(state, gradients(found, leaves), gradients(wanted[0], state), strict=True):
-            assert_same(mine, right, f"the gradient of {name}")
+        mine, right = tiny.with_gradients(found, leaves), tiny.with_gradients(wanted[0], state)
+        for name, gradient in right.items():
+            assert_same(mine[name], gradient, f"the gradient of {name}")
     return False
 
 

@@ -2,36 +2,26 @@
 
 import pytest
 import torch
-from eigen_formulas import basis_of, shake, spectrum_of
 
 from acutance.explain.steer import fold
 from acutance.mitigations import Eigen, LayerShape
 from acutance.mitigations import eigen as spectra
-from acutance.models import ViT
 from acutance.sites import find
 from acutance.sites.mitigate import mitigate
+from parity.parity_formula import basis_of, spectrum_of
+from sites.tiny_models import images, mitigated, vit
 
-TINY = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 3, "heads": 3, "num_classes": 5}
 SIGNS = ["negative", "positive", "free"]
 BASES = ["qr", "polar", "cayley", "householder", "inverse"]
 SPECTRA = ["square", "clipped", "bounded"]
 
 
-def make(mitigation=None, dtype=torch.float64, **options):
-    torch.manual_seed(0)
-    return ViT(**{**TINY, **options}, mitigation=mitigation).to(dtype).eval()
-
-
 def trained(**options):
     """Weights of a size that every admissible interval cuts off."""
-    model = make(**options)
+    model = vit(**options)
     for parameter in model.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     return model
-
-
-def images(dtype=torch.float64):
-    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 def branches(model):
@@ -50,7 +40,9 @@ def per_head(site):
 @pytest.mark.parametrize("sign", SIGNS)
 def test_every_head_has_the_promised_spectrum(sign, basis, spectrum):
     low, high = spectra.admissible(sign, spectrum)
-    for site in find(shake(make(Eigen(sign, basis, spectrum)), 0.3)):
+    model = vit()
+    mitigated(model, Eigen(sign, basis, spectrum))
+    for site in find(model):
         wanted = site.mitigation.eigenvalues().detach()
         assert wanted.shape == (3, 4)
         assert ((wanted >= low) & (wanted <= high)).all()
@@ -114,9 +106,9 @@ def _float64_throughout():
 @pytest.mark.parametrize("sign", SIGNS)
 @pytest.mark.usefixtures("_float64_throughout")
 def test_a_new_model_starts_from_the_eigenvectors_and_the_size_of_the_plain_one(sign, basis):
-    plain = make(dim=24)
+    plain = vit(dim=24)
     after_plain = torch.random.get_rng_state()
-    steered = make(Eigen(sign, basis), dim=24)
+    steered = vit(mitigation=Eigen(sign, basis), dim=24)
     assert torch.equal(torch.random.get_rng_state(), after_plain)
     for H, steered_H in zip(branches(plain), branches(steered), strict=True):
         lam, v = torch.linalg.eigh((H + H.T) / 2)
@@ -133,7 +125,7 @@ def test_a_new_model_starts_from_the_eigenvectors_and_the_size_of_the_plain_one(
 
 @pytest.mark.parametrize("attention", ["softmax", "symmetric"])
 def test_theta_and_psi_are_parameters_instead_of_w_v_and_w_proj(attention):
-    plain, steered = make(attention=attention), make("eigen", attention=attention)
+    plain, steered = vit(attention=attention), vit(mitigation="eigen", attention=attention)
     count = [sum(p.numel() for p in model.parameters()) for model in (plain, steered)]
     assert count[1] - count[0] == 3 * (12 - 12 * 12)
     added = {f"blocks.{i}.attn.mitigation.{name}" for i in range(3) for name in ("theta", "psi")}
@@ -165,7 +157,7 @@ def test_a_trained_layer_starts_from_the_closest_admissible_h(sign, spectrum, ba
 
 def test_eigenpairs_go_to_the_heads_they_came_from():
     """A layer that is admissible already comes back head by head, whatever the order inside a head."""
-    model = make("eigen:negative,spectrum=bounded", depth=1)
+    model = vit(mitigation="eigen:negative,spectrum=bounded", depth=1)
     model.blocks[0].attn.mitigation.psi.data = torch.randn(12, dtype=torch.float64)
     plain = fold(model)
     (expected,), (site,) = [per_head(s) for s in find(model)], find(plain)
@@ -199,9 +191,8 @@ def test_a_branch_that_does_nothing_has_a_distance():
 
 def test_a_model_without_memory_can_be_steered():
     with torch.device("meta"):
-        model = ViT(**TINY, mitigation="eigen")
-    assert (
-        {p.device.type for p in model.parameters()} == {p.device.type for p in model.state_dict().values()} == {"meta"}
-    )
-    model.load_state_dict(make("eigen", dtype=torch.float32).state_dict(), assign=True)
+        model = vit(mitigation="eigen")
+    tensors = [*model.parameters(), *model.state_dict().values()]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    model.load_state_dict(vit(mitigation="eigen").state_dict(), assign=True)
     assert model.blocks[0].attn.mitigation.theta.device.type == "cpu"

@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from eigen_formulas import basis_of
 
 from acutance.mitigations.orthogonal import BASES, cayley, polar, qr
+from parity.parity_formula import basis_of
 
 D = 24
 WIDE = 192  # ViT-Ti

@@ -1,27 +1,69 @@
-"""The mitigations of the matrix written from their formulas, in plain PyTorch, with v⁰ passed on explicitly.
+"""The mitigations written from their formulas, in plain PyTorch, with v⁰ passed on in plain sight.
 
-Nothing here is the package's. `cut` leaves out the gradient through v⁰ at one layer: the smallest of the mistakes that
-the matrix must be able to see. Other tests take their formulas from here too.
+Nothing here is the package's. The parity matrix, the fuzzer and single tests take their formulas from here.
 """
 
 import re
-from typing import NamedTuple
+from functools import partial
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 HIDDEN = -1e30  # what a mask adds to the logits of what is not seen is lower
+PARTS = ("attnscale", "neutreno", "featscale")
 
 
-class Names(NamedTuple):
-    """What a library calls the parts of a block."""
+def basis_of(basis, theta):
+    """Eigen's V."""
+    identity = torch.eye(theta.shape[-1]).to(theta)
+    if basis == "qr":
+        lower = torch.linalg.cholesky(theta.mT @ theta)  # ΘᵀΘ = RᵀR, and V = ΘR⁻¹
+        return torch.linalg.solve_triangular(lower, theta.mT, upper=False).mT
+    if basis == "polar":
+        u, _, vh = torch.linalg.svd(theta)
+        return u @ vh
+    if basis == "cayley":  # V = (I + S)⁻¹ (I − S), S = (Θ − Θᵀ)/2
+        skew = (theta - theta.mT) / 2
+        return torch.linalg.solve(identity + skew, identity - skew)
+    if basis == "householder":
+        v = identity
+        for j in range(len(theta)):
+            reflector = torch.cat([theta.new_zeros(j), theta.new_ones(1), theta[j + 1 :, j]])
+            v = v @ (identity - 2 * torch.outer(reflector, reflector) / reflector.dot(reflector))
+        return v
+    return theta
 
-    blocks: str  # with the dot behind it
-    attention: str
-    joint: str  # the projection to q, k and v
-    output: str
-    up: str
-    down: str
+
+def spectrum_of(sign, spectrum, psi):
+    """Eigen's Λ."""
+    if spectrum == "clipped":
+        return psi.clamp(0.0 if sign == "positive" else -1.0, 0.0 if sign == "negative" else 1.0)
+    if sign == "free":
+        return torch.tanh(psi) if spectrum == "bounded" else psi
+    size = 1 / (1 + (-psi).exp()) if spectrum == "bounded" else psi * psi
+    return size if sign == "positive" else -size
+
+
+def with_plain_weights(
+    state, value, output, basis="cayley", *, sign="negative", spectrum="square", rows=None, across=False
+):
+    """Eigen: W_V = Vᵀ and W_proj = V⁻ᵀ Λ under their usual names, which are given as seen from a block.
+
+    `rows` are those of W_V in a joint matrix, unless they are the last ones; `across` if it is stored transposed.
+    """
+    plain = dict(state)
+    for path in [path for path in state if path.endswith(".theta")]:
+        v, psi = basis_of(basis, state[path]), state[f"{path.removesuffix('theta')}psi"]
+        block = re.match(r".*?\.\d+\.", path)[0]
+        module, _, leaf = f"{block}{value}".rpartition(".")
+        others = plain.pop(f"{module}.parametrizations.{leaf}.original0", v[:0])  # the rows of q and k
+        joint = torch.cat([others.mT if across else others, v.mT])
+        if rows is not None:
+            joint = joint[torch.tensor(sorted(set(range(len(joint))) - set(rows)) + list(rows)).argsort()]
+        made = (torch.linalg.inv(v).mT if basis == "inverse" else v) * spectrum_of(sign, spectrum, psi)
+        plain[f"{module}.{leaf}"], plain[f"{block}{output}"] = (w.mT if across else w for w in (joint, made))
+    return plain
 
 
 def learnt(state, attention):
@@ -29,42 +71,23 @@ def learnt(state, attention):
     return {path.rpartition(".")[2]: p for path, p in state.items() if path.startswith(f"{attention}.mitigation.")}
 
 
-def cayley(theta):
-    """V = (I + S)⁻¹ (I − S), S = (Θ − Θᵀ)/2."""
-    skew, identity = (theta - theta.T) / 2, torch.eye(len(theta)).to(theta)
-    return torch.linalg.solve(identity + skew, identity - skew)
-
-
-def with_plain_weights(state, value, output, basis=cayley):
-    """Eigen: W_V = Vᵀ and W_proj = V Λ under their usual names, Λ = −ψ²."""
-    plain = dict(state)
-    for attention in {match[1] for path in state if (match := re.fullmatch(r"(.*)\.mitigation\..*\btheta", path))}:
-        own = learnt(state, attention)
-        v = basis(own["theta"])
-        module, _, leaf = f"{attention}.{value}".rpartition(".")
-        others = plain.pop(f"{module}.parametrizations.{leaf}.original0", v[:0])  # the rows of q and k
-        plain[f"{module}.{leaf}"] = torch.cat([others, v.T])
-        plain[f"{attention}.{output}"] = v * -own["psi"].square()
-    return plain
-
-
-def attend(q, k, v, first, own, *, mask=None, cut=False, strength=0.0, scale=None, softcap=None):
+def attend(q, k, v, first, own, *, parts=PARTS, mask=None, cut=False, strength=0.0, scale=None, softcap=None):
     """u per head, (batch, heads, tokens, head_dim); k, v and first may have fewer heads; `own` is what is learnt.
 
     AttnScale: u ← (1 + ω) u − ω U v, U the mean over what a token sees. NeuTRENO: u ← u + λ̃ (v⁰ − v).
     """
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    k, v, first = (x if x is None else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v, first))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     u = (scores if mask is None else scores + mask).softmax(-1).to(v.dtype) @ v
-    if "gain" in own:
-        gain, seen = own["gain"].to(u.dtype)[:, None, None], torch.ones_like(scores)
-        seen = seen if mask is None else seen * (mask > HIDDEN)
-        u = (1 + gain) * u - gain * ((seen / seen.sum(-1, keepdim=True)).to(v.dtype) @ v)
-    if first is not None and ("learnt_strength" in own or strength):  # learnt in all layers but the first
-        first = first.repeat_interleave(q.shape[1] // first.shape[1], dim=1)
-        pull = own["learnt_strength"].to(u.dtype)[:, None, None] if "learnt_strength" in own else strength
-        u = u + pull * ((first.detach() if cut else first) - v)
+    for part in parts:
+        if part.startswith("attnscale") and "gain" in own:
+            gain, seen = own["gain"].to(u.dtype)[:, None, None], torch.ones_like(scores)
+            seen = seen if mask is None else seen * (mask > HIDDEN)
+            u = (1 + gain) * u - gain * ((seen / seen.sum(-1, keepdim=True).clamp_min(1)).to(v.dtype) @ v)
+        if part.startswith("neutreno") and first is not None and ("learnt_strength" in own or strength):
+            pull = own["learnt_strength"].to(u.dtype)[:, None, None] if "learnt_strength" in own else strength
+            u = u + pull * ((first.detach() if cut or "detach" in part else first) - v)
     return u
 
 
@@ -76,80 +99,81 @@ def rotate(x, rope):
     return torch.cat([x[:, :, :1], (x[:, :, 1:] * cosines + turned * sines).to(x.dtype)], 2)
 
 
-def rescale(y, own):
+def rescale(y, own, parts=PARTS):
     """FeatScale: the branch's mean over tokens and what is left of it are rescaled per channel."""
-    if "low" not in own:
-        return y
-    mean = y.mean(-2, keepdim=True)
-    return y + own["low"].to(y.dtype) * mean + own["high"].to(y.dtype) * (y - mean)
+    for part in parts if "low" in own else ():
+        if part.startswith("featscale"):
+            mean, times = y.mean(-2, keepdim=True), 2 if "doubled" in part else 1
+            y = y + times * (own["low"].to(y.dtype) * mean + own["high"].to(y.dtype) * (y - mean))
+    return y
 
 
-def encode(
-    state, x, *, heads, depth, names, eps=1e-5, cut=None, norm_first=True, activation=F.gelu, memory=None, **attending
-):
-    """Blocks on a state dict, in plain sight, and the norm after them if it is called `norm`."""
-    first = None
+class Plain:
+    """A model whose attention is written out; it is run with the parameters of a mitigated one, by name.
 
-    def norm(x, part, name):
-        return F.layer_norm(x, x.shape[-1:], part[f"{name}.weight"], part.get(f"{name}.bias"), eps)
+    `layers` has its attentions and their W_proj in order. `parts(layer)` are the mitigations of a layer, in order;
+    `mask` is added to all logits. `cut` leaves out the gradient through v⁰ at one layer.
+    """
 
-    for layer in range(1, depth + 1):
-        prefix = f"{names.blocks}{layer - 1}."
-        block = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        own, values = learnt(block, names.attention), []
+    def __init__(self, model, layers, *, heads=None, parts=lambda layer: PARTS, mask=None, strength=0.0, cut=None):
+        names = {module: name for name, module in model.named_modules()}
+        self.model, self.heads, self.parts, self.mask = model, heads, parts, mask
+        self.strength, self.cut, self.first, self.state = strength, cut, None, {}
+        self.layers = {attention: (layer, names[attention]) for layer, (attention, _) in enumerate(layers, 1)}
+        if is_of_transformers := hasattr(model, "set_attn_implementation"):
+            from transformers import AttentionInterface, AttentionMaskInterface
+            from transformers.masking_utils import eager_mask
 
-        def linear(x, name, block=block):
-            return F.linear(x, block[f"{name}weight"], block.get(f"{name}bias"))
+            AttentionInterface.register("plain_formula", self.of_transformers)
+            AttentionMaskInterface.register("plain_formula", eager_mask)
+            model.set_attn_implementation("plain_formula")
+        for attention, projection in layers:
+            projection.register_forward_hook(lambda _module, _args, y, at=attention: rescale(y, *self.of(at)[1:]))
+            if not is_of_transformers:
+                attention.forward = partial(self.forward, attention, projection)
 
-        def attention(x, name, source, linear=linear, values=values, **options):
-            joint = [linear(each, f"{name}.{names.joint}").chunk(3, -1) for each in (x, source)]
-            parts = joint[0][0], *joint[1][1:]
-            q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in parts)
-            values.append(v)
-            u = attend(q, k, v, **options)
-            return linear(u.transpose(1, 2).flatten(2), f"{name}.{names.output}.")
+    def __call__(self, state, *args, **options):
+        self.state = state
+        own = {name: state[name] for name, _ in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, own, args, options)
 
-        def self_attention(x, block=block, own=own, layer=layer, first=first):
-            y = attention(x, names.attention, x, first=first, own=own, cut=layer == cut, **attending)
-            return rescale(y, own) * block.get("gain", 1.0)
+    def of(self, attention):
+        """A layer's number, what its mitigations learn, and their names."""
+        layer, path = self.layers[attention]
+        return layer, learnt(self.state, path), self.parts(layer)
 
-        branches = [self_attention]
-        if memory is not None:
-            branches.append(lambda x: attention(x, "multihead_attn", memory, first=None, own={}))
-        branches.append(lambda x: linear(activation(linear(x, f"{names.up}.")), f"{names.down}."))
-        for number, branch in enumerate(branches, 1):
-            name = f"norm{number}"
-            x = x + branch(norm(x, block, name)) if norm_first else norm(x + branch(x), block, name)
-        first = values[0] if first is None else first
-    return norm(x, state, "norm") if "norm.weight" in state else x
+    def attend(self, attention, q, k, v, **options):
+        if attention not in self.layers:  # cross-attention
+            return attend(q, k, v, None, {}, **options)
+        layer, own, parts = self.of(attention)
+        self.first = v if layer == 1 else self.first
+        options |= {"parts": parts, "strength": self.strength, "cut": layer == self.cut}
+        return attend(q, k, v, None if layer == 1 else self.first, own, **options)
 
+    def of_transformers(self, module, query, key, value, attention_mask, **known):
+        masks = [term for term in (attention_mask, known.get("position_bias")) if term is not None]
+        options = {"mask": sum(masks) if masks else None, "scale": known.get("scaling")}
+        u = self.attend(module, query, key, value, softcap=known.get("softcap"), **options)
+        return u.transpose(1, 2).contiguous(), None
 
-def embed_patches(state, images, patch):
-    """Patches, the class token before them, and positions."""
-    x = F.conv2d(images, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"], stride=patch)
-    x = x.flatten(2).transpose(1, 2)
-    return torch.cat([state["cls_token"].expand(len(x), -1, -1), x], 1) + state["pos_embed"]
-
-
-def use_formula(model, layers, own, *, strength=0.0, cut=None):
-    """Let a model of transformers attend so; `layers` are its attentions and their W_proj, `own` what each learns."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import eager_mask
-
-    first = {}
-
-    def attention(module, query, key, value, attention_mask, scaling=None, softcap=None, position_bias=None, **_):
-        layer = next((n for n, (known, _) in enumerate(layers) if known is module), None)
-        masks = [term for term in (attention_mask, position_bias) if term is not None]
-        options = {"mask": sum(masks) if masks else None, "scale": scaling, "softcap": softcap}
-        if layer is None:  # cross-attention
-            return attend(query, key, value, None, {}, **options).transpose(1, 2).contiguous(), None
-        first["v"] = value if layer == 0 else first["v"]
-        options |= {"strength": strength, "cut": cut == layer + 1}
-        return attend(query, key, value, first["v"], own[layer], **options).transpose(1, 2).contiguous(), None
-
-    AttentionInterface.register("plain_formula", attention)
-    AttentionMaskInterface.register("plain_formula", eager_mask)
-    model.set_attn_implementation("plain_formula")
-    for (_, projection), learnt_here in zip(layers, own, strict=True):
-        projection.register_forward_hook(lambda _module, _args, y, own=learnt_here: rescale(y, own))
+    def forward(self, module, projection, x, *_, rope=None, attn_mask=None, key_padding_mask=None, **_options):
+        """Of nn.MultiheadAttention, whose masks come as floats, and of attention that somebody wrote."""
+        is_torchs = isinstance(module, nn.MultiheadAttention)
+        turned = is_torchs and not module.batch_first and x.ndim == 3
+        x = x.transpose(0, 1) if turned else x if x.ndim == 3 else x[None]
+        if is_torchs:
+            q, k, v = F.linear(x, module.in_proj_weight, module.in_proj_bias).chunk(3, -1)
+        elif hasattr(module, "q_proj"):
+            q, k, v = module.q_proj(x), module.k_proj(x), module.v_proj(x)
+        else:
+            q, k, v = module.c_attn(x).chunk(3, -1)
+        width = q.shape[-1] // self.heads
+        q, k, v = (part.unflatten(-1, (-1, width)).transpose(1, 2) for part in (q, k, v))
+        q, k = (q, k) if rope is None else (rotate(q, rope), rotate(k, rope))
+        keys = None if key_padding_mask is None else key_padding_mask[:, None, None]
+        pairs = attn_mask.unflatten(0, (-1, self.heads)) if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
+        masks = [mask for mask in (self.mask, keys, pairs) if mask is not None]
+        u = self.attend(module, q, k, v, mask=sum(masks) if masks else None)
+        y = projection(u.transpose(1, 2).flatten(2))
+        y = y.transpose(0, 1) if turned else y
+        return (y, None) if is_torchs else y

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from acutance.errors import AcutanceError
+from together import in_two_processes
 
 RUNS = ("eager", "compile")
 DEPTH = {"eager": 3, "compile": 2}  # compiling is slow
@@ -301,8 +302,6 @@ def is_quick(cell: Cell) -> bool:
 
 
 def _in_two_processes(library: str) -> dict[tuple[str, Cell], Outcome]:
-    from together import in_two_processes  # the script that writes the page has no tests/ to import from
-
     chosen = [cell for cell in tested(library) if cell.processes != "one process"]
     with tempfile.TemporaryDirectory() as folder:
         in_two_processes(_worker, library, chosen, folder)

@@ -7,12 +7,13 @@ from inspect import signature
 from typing import ClassVar
 
 import torch
-from parity_formula import Names, attend, embed_patches, encode, learnt, rescale, rotate, use_formula
+from parity_formula import Plain
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn import functional as F
 
 import acutance as ac
+from sites import tiny_models as tiny
 
 # All learn, so that their gradients are compared too.
 SPECS = {
@@ -29,15 +30,14 @@ IMAGES = {"image_size": 8, "patch_size": 4}
 class Subject:
     """One library's model.
 
-    A subclass has `library_model(heads)`; `inputs(generator, heads)`, a batch in float32, of which float64 has every
-    number too; and `plain_output(heads, state, inputs, cut)` by the plain formula, given the mitigated model's
-    parameters by name.
+    A subclass has `library_model(heads)`; and `inputs(generator, heads)`, a batch in float32, of which float64 has
+    every number too.
     """
 
     name: str
     heads = ("multi-head",)
     refused: ClassVar = {("grouped-query", "eigen"): "a value head for every query head"}
-    weights = ("qkv.weight", "proj.weight")  # of W_V, or q, k and v in one, and of W_proj in an attention
+    weights = ("attn.qkv.weight", "attn.proj.weight")  # of W_V, or q, k and v in one, and of W_proj in a block
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -54,6 +54,12 @@ class Subject:
     def output(self, run: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Tensor:
         """What the loss is made of."""
         return run(*inputs.values())
+
+    def plain_output(self, heads: str, state: dict[str, Tensor], inputs: dict[str, Tensor], cut: int | None) -> Tensor:
+        """By the plain formula, given the mitigated model's parameters by name."""
+        model = self.library_model(heads).to(next(iter(state.values())))
+        plain = Plain(model, [attention_of(block) for block in self.blocks(model)], heads=HEADS, cut=cut)
+        return self.output(partial(plain, state), inputs)
 
     def checkpoint(self, model: nn.Module, reentrant: bool) -> None:
         """Recompute every block in the backward pass; here by torch's wrapper, as for libraries that offer nothing."""
@@ -83,11 +89,16 @@ class Subject:
         return self.inputs(torch.Generator().manual_seed(seed), heads)
 
 
+def attention_of(block: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The attention of a block, and its W_proj."""
+    attention = block.attn if hasattr(block, "attn") else block.self_attn
+    return attention, next(getattr(attention, n) for n in ("proj", "out_proj", "o_proj") if hasattr(attention, n))
+
+
 class Reference(Subject):
     """acutance.models, whose blocks pass v⁰ on in their signature."""
 
     name = "acutance.models"
-    names = Names("blocks.", "attn", "qkv.", "proj", "mlp.fc1", "mlp.fc2")
 
     def library_model(self, heads):
         return ac.models.ViT(**IMAGES, dim=DIM, depth=self.depth, heads=HEADS, num_classes=5, mlp_ratio=2)
@@ -96,8 +107,18 @@ class Reference(Subject):
         return {"images": torch.randn(BATCH, 3, 8, 8, generator=generator)}
 
     def plain_output(self, heads, state, inputs, cut):
-        x = embed_patches(state, inputs["images"], IMAGES["patch_size"])
-        x = encode(state, x, heads=HEADS, depth=self.depth, names=self.names, eps=1e-6, cut=cut)
+        """Patches, the class token before them, positions, and torch's encoder, whose parameters have other names."""
+        bias, stride = state["patch_embed.proj.bias"], IMAGES["patch_size"]
+        x = F.conv2d(inputs["images"], state["patch_embed.proj.weight"], bias, stride=stride).flatten(2).transpose(1, 2)
+        x = torch.cat([state["cls_token"].expand(len(x), -1, -1), x], 1) + state["pos_embed"]
+        renamed = {}
+        for name, parameter in state.items():
+            for ours, torchs in TORCHS.items():
+                name = name.replace(ours, torchs)
+            renamed[name] = parameter
+        encoder = torch_encoder(self.depth, nn.LayerNorm(DIM, 1e-6), layer_norm_eps=1e-6).to(x)
+        layers = [attention_of(block) for block in encoder.layers]
+        x = Plain(encoder, layers, heads=HEADS, cut=cut)(renamed, x)
         return F.linear(x[:, 0], state["head.weight"], state["head.bias"])
 
     def checkpoint(self, model, reentrant):
@@ -105,6 +126,15 @@ class Reference(Subject):
             super().checkpoint(model, reentrant)
         else:
             model.set_grad_checkpointing()
+
+
+TORCHS = {"blocks.": "layers.", "attn.": "self_attn.", "qkv.": "in_proj_", ".proj.": ".out_proj.", "mlp.fc": "linear"}
+
+
+def torch_encoder(depth: int, norm: nn.Module | None = None, **options: float) -> nn.TransformerEncoder:
+    sizes = {"d_model": DIM, "nhead": HEADS, "dim_feedforward": 2 * DIM, "dropout": 0.0, **options}
+    layer = nn.TransformerEncoderLayer(**sizes, activation="gelu", norm_first=True, batch_first=True)
+    return nn.TransformerEncoder(layer, depth, norm, enable_nested_tensor=False)
 
 
 class Timm(Reference):
@@ -130,67 +160,23 @@ class Timm(Reference):
         return Eva(**sizes, attn_type="rope", use_rot_pos_emb=True, qkv_fused=False, num_kv_heads=HEADS // 2)
 
     def plain_output(self, heads, state, inputs, cut):
-        """Of Eva the library's model with an attention that is written out and keeps v⁰ in a dictionary."""
-        if heads == "multi-head":
-            return super().plain_output(heads, state, inputs, cut)
-        return written_out(self.library_model(heads), "proj", state, inputs, cut)
-
-
-def written_out(model, projection, state, inputs, cut):
-    """The model with an attention that keeps v⁰ in a dictionary: its W_proj is called so, rotation comes by `rope`."""
-    model, first = model.to(next(iter(state.values()))), {}
-
-    def attention(layer, module, x, rope=None, **_):
-        own, parts = learnt(state, f"blocks.{layer - 1}.attn"), (module.q_proj, module.k_proj, module.v_proj)
-        q, k, v = (part(x).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for part in parts)
-        q, k = (q, k) if rope is None else (rotate(q, rope), rotate(k, rope))
-        u = attend(q, k, v, first.setdefault("v", v), own, cut=layer == cut)
-        return rescale(module.get_submodule(projection)(u.transpose(1, 2).flatten(2)), own)
-
-    for layer, block in enumerate(model.blocks, 1):
-        block.attn.forward = partial(attention, layer, block.attn)
-    return by_state(model, state, *inputs.values())
-
-
-def by_state(model, state, *args, **kwargs):
-    """Run with these parameters, those that mitigations learn left out."""
-    own = {name: value for name, value in state.items() if "mitigation" not in name}
-    return torch.func.functional_call(model, own, args, kwargs)
-
-
-class Between(nn.Module):
-    """A stack of blocks between two linear maps, `embed` and `head`."""
-
-    def __init__(self, stack: str, **parts: nn.Module) -> None:
-        super().__init__()
-        self.stack = stack
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(getattr(self, self.stack)(self.embed(x)))
+        written_out = super().plain_output if heads == "multi-head" else super(Reference, self).plain_output
+        return written_out(heads, state, inputs, cut)
 
 
 class Torch(Subject):
     """torch.nn."""
 
     name = "torch.nn"
-    names = Names("encoder.layers.", "self_attn", "in_proj_", "out_proj", "linear1", "linear2")
-    weights = ("in_proj_weight", "out_proj.weight")
+    weights = ("self_attn.in_proj_weight", "self_attn.out_proj.weight")
 
     def library_model(self, heads):
-        sizes = {"d_model": DIM, "nhead": HEADS, "dim_feedforward": 2 * DIM, "dropout": 0.0}
-        layer = nn.TransformerEncoderLayer(**sizes, activation="gelu", norm_first=True, batch_first=True)
-        embed, encoder = nn.Linear(5, DIM), nn.TransformerEncoder(layer, self.depth, enable_nested_tensor=False)
-        return Between("encoder", embed=embed, encoder=encoder, head=nn.Linear(DIM, 3))
+        ends = {"embed": nn.Linear(5, DIM), "head": nn.Linear(DIM, 3)}
+        run = lambda self, x: self.head(self.encoder(self.embed(x)))  # noqa: E731
+        return tiny.Made(run, **ends, encoder=torch_encoder(self.depth))
 
     def inputs(self, generator, heads):
         return {"x": torch.randn(BATCH, 7, 5, generator=generator)}
-
-    def plain_output(self, heads, state, inputs, cut):
-        x = F.linear(inputs["x"], state["embed.weight"], state["embed.bias"])
-        x = encode(state, x, heads=HEADS, depth=self.depth, names=self.names, cut=cut)
-        return F.linear(x, state["head.weight"], state["head.bias"])
 
 
 class Transformers(Subject):
@@ -198,7 +184,7 @@ class Transformers(Subject):
 
     name = "transformers"
     heads = ("multi-head", "grouped-query")
-    weights = ("v_proj.weight", "out_proj.weight")
+    weights = ("self_attn.v_proj.weight", "self_attn.out_proj.weight")
     refused: ClassVar = Subject.refused | {("grouped-query", "featscale"): "would show them the future"}
     padded = True  # flash attention on CUDA takes no masks
 
@@ -225,15 +211,6 @@ class Transformers(Subject):
     def output(self, run, inputs):
         return _all_of(run(**inputs))
 
-    def plain_output(self, heads, state, inputs, cut):
-        """The library's model with an attention function that keeps v⁰ in a dictionary."""
-        model = self.library_model(heads).to(next(iter(state.values())))
-        output = "out_proj" if heads == "multi-head" else "o_proj"
-        names = {module: name for name, module in model.named_modules()}
-        layers = [(b.self_attn, getattr(b.self_attn, output)) for b in self.blocks(model)]
-        use_formula(model, layers, [learnt(state, names[attention]) for attention, _ in layers], cut=cut)
-        return _all_of(by_state(model, state, **inputs))
-
     def checkpoint(self, model, reentrant):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
@@ -244,51 +221,20 @@ def _all_of(output) -> Tensor:
     return output.last_hidden_state if pooled is None else torch.cat([output.last_hidden_state, pooled[:, None]], 1)
 
 
-class WrittenAttention(nn.Module):
-    """By `scaled_dot_product_attention`, or, with fewer key heads, by a softmax that is written out."""
-
-    def __init__(self, groups: int) -> None:
-        super().__init__()
-        self.heads, self.groups = HEADS, groups
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(DIM, DIM // by) for by in (1, groups, groups))
-        self.out_proj = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        q, k, v = (part.unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2) for part in parts)
-        if self.groups == 1:
-            u = F.scaled_dot_product_attention(q, k, v)
-        else:
-            k, v = (part.repeat_interleave(self.groups, dim=1) for part in (k, v))
-            u = F.softmax(q @ k.transpose(-2, -1) / (DIM // HEADS) ** 0.5, dim=-1).to(v.dtype) @ v
-        return self.out_proj(u.transpose(1, 2).flatten(2))
-
-
-class WrittenBlock(nn.Module):
-    def __init__(self, groups: int) -> None:
-        super().__init__()
-        self.norm1, self.attn, self.norm2 = nn.LayerNorm(DIM), WrittenAttention(groups), nn.LayerNorm(DIM)
-        self.mlp = nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
 class Written(Torch):
-    """Models of no library, whose attention is intercepted."""
+    """Models of no library, whose attention is intercepted: torch's function, or a softmax with fewer key heads."""
 
     name = "hand-written"
     heads = ("multi-head", "grouped-query")
-    weights = Transformers.weights
+    weights = ("attn.v_proj.weight", "attn.out_proj.weight")
 
     def library_model(self, heads):
         ends = {"embed": nn.Linear(5, DIM), "head": nn.Linear(DIM, 3)}
-        groups = 1 if heads == "multi-head" else 2
-        return Between("blocks", **ends, blocks=nn.Sequential(*(WrittenBlock(groups) for _ in range(self.depth))))
-
-    def plain_output(self, heads, state, inputs, cut):
-        return written_out(self.library_model(heads), "out_proj", state, inputs, cut)
+        form, key_heads = (tiny.sdpa, HEADS) if heads == "multi-head" else (tiny.softmax, HEADS // 2)
+        sizes = {"dim": DIM, "heads": HEADS, "key_heads": key_heads, "width": DIM // HEADS}
+        blocks = (tiny.block(tiny.separate_attention(form, **sizes), dim=DIM) for _ in range(self.depth))
+        run = lambda self, x: self.head(self.blocks(self.embed(x)))  # noqa: E731
+        return tiny.Made(run, **ends, blocks=nn.Sequential(*blocks))
 
 
 SUBJECTS: dict[str, type[Subject]] = {cls.name: cls for cls in (Reference, Transformers, Torch, Timm, Written)}

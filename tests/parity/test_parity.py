@@ -4,6 +4,10 @@ docs/parity.md has the commands that write the evidence of all cells, and its ta
 """
 
 import re
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # for the script
 
 from parity_matrix import DOCS, MatrixChecks, table, table_of_errors
 

@@ -1,38 +1,30 @@
 """Other layouts and masks of torch.nn than the matrix has, and the zoo of transformers: the formula's gradients."""
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple
 
 import pytest
 import torch
-from parity_formula import Names, encode, use_formula
-from parity_matrix import TOLERANCE, distance, loss_of
+from parity_formula import Plain
+from parity_matrix import TOLERANCE, distance
 from torch import nn
 
-import acutance as ac
 from acutance import sites
-from acutance.errors import AcutanceError
+from sites import tiny_models as tiny
 from sites.hf_zoo import ZOO, batch, build, in_float64, output, part_of
-from sites.tiny_models import BIAS, CAUSAL, DEPTH, HEADS, HIDDEN, blocks, decoder, encoder, mitigated, padding, tokens
+from sites.tiny_models import DEPTH, HEADS, blocks, decoder, encoder, leaves_of, mitigated, tokens, with_gradients
 
-NAMES = Names("layers.", "self_attn", "in_proj_", "out_proj", "linear1", "linear2")
-SOMEBODYS = Names("", "attention.mha", "in_proj_", "out_proj", "mlp.0", "mlp.2")
-STRENGTH = 0.4
-SPEC = f"attnscale+neutreno:{STRENGTH}"  # takes masks
-FLOAT_PADDING = padding().double().masked_fill(padding(), -torch.inf)
-PADDED = FLOAT_PADDING[:, None, None, :]
-MASKS = {  # what the encoder is given, and what that adds to the logits
-    "none": ({}, None),
-    "padding": ({"src_key_padding_mask": padding()}, PADDED),
-    "float padding": ({"src_key_padding_mask": FLOAT_PADDING}, PADDED),
-    "hidden": ({"mask": HIDDEN}, CAUSAL),
-    "causal": ({"mask": CAUSAL, "is_causal": True}, CAUSAL),
-    "bias": ({"mask": BIAS}, BIAS.unflatten(0, (-1, HEADS))),
-    "bias of all": ({"mask": BIAS[0]}, BIAS[0]),
-    "causal and padding": ({"mask": HIDDEN, "src_key_padding_mask": padding(), "is_causal": True}, CAUSAL + PADDED),
+SPEC = "attnscale+neutreno:0.6"  # takes masks
+MASKS = {
+    "none": {},
+    "padding": {"src_key_padding_mask": tiny.padding()},
+    "float padding": {"src_key_padding_mask": tiny.padding().double().masked_fill(tiny.padding(), -torch.inf)},
+    "hidden": {"mask": tiny.HIDDEN},
+    "causal": {"mask": tiny.CAUSAL, "is_causal": True},
+    "bias": {"mask": tiny.BIAS},
+    "bias of all": {"mask": tiny.BIAS[0]},
+    "causal and padding": {"mask": tiny.HIDDEN, "src_key_padding_mask": tiny.padding(), "is_causal": True},
 }
 
 
@@ -40,78 +32,58 @@ def tokens_first(model, x):
     return model(x.transpose(0, 1)).transpose(0, 1)
 
 
-def with_memory(model, x, mask, is_causal):
-    return model(x, tokens(seed=2), tgt_mask=mask, tgt_is_causal=is_causal)
+def with_memory(model, x):
+    return model(x, tokens(seed=2), tgt_mask=tiny.CAUSAL, tgt_is_causal=True)
 
 
 class Case(NamedTuple):
-    """A model, how it is run, and what the formula is told of it."""
+    """A model, and how it is run."""
 
     make: Callable[[], nn.Module]
     run: Callable[..., torch.Tensor] = lambda model, x, **arguments: model(x, **arguments)
     spec: str = f"{SPEC}+featscale"
-    formula: Mapping[str, object] = MappingProxyType({})
     mask: str = "none"
-    samples: int = 4
 
 
-PRE, MINE = {"norm_first": True}, {"norm_first": True, "names": SOMEBODYS}
-BARE = PRE | {"bias": False, "batch_first": False}
-CROSS = {"memory": tokens(seed=2)}
+PRE = {"norm_first": True}
 CASES = {
     "post-norm": Case(partial(encoder, norm=True)),
-    "pre-norm": Case(partial(encoder, norm=True, **PRE), formula=PRE),
-    "tokens first": Case(partial(encoder, norm=True, batch_first=False), tokens_first),
-    "tokens first, pre-norm, no bias": Case(partial(encoder, norm=True, **BARE), tokens_first, formula=PRE),
-    "one sample": Case(encoder, lambda model, x: model(x[0])[None], samples=1),
-    "decoder": Case(decoder, with_memory, SPEC, CROSS, "causal"),
-    "decoder, pre-norm": Case(partial(decoder, **PRE), with_memory, SPEC, CROSS | PRE, "causal"),
-    "somebody's": Case(blocks, formula=MINE),
-    "turned inside": Case(partial(blocks, True, False), formula=MINE),
-    "turned inside to no avail": Case(partial(blocks, True, True), tokens_first, formula=MINE),
-    "turned outside": Case(partial(blocks, False, False), tokens_first, formula=MINE),
+    "tokens first, pre-norm, no bias": Case(partial(encoder, **PRE, bias=False, batch_first=False), tokens_first),
+    "one sample": Case(encoder, lambda model, x: model(x[0])),
+    "decoder": Case(decoder, with_memory, SPEC),
+    "decoder, pre-norm": Case(partial(decoder, **PRE), with_memory, SPEC),
+    "somebody's": Case(blocks),
+    "turned inside": Case(partial(blocks, True, False)),
+    "turned inside to no avail": Case(partial(blocks, True, True), tokens_first),
+    "turned outside": Case(partial(blocks, False, False), tokens_first),
     **{f"mask: {name}": Case(encoder, spec=SPEC, mask=name) for name in MASKS},
 }
 
 
-def with_gradients(output, parameters):
-    loss_of(output).backward()
-    return {"output": output.detach(), **{name: parameter.grad for name, parameter in parameters}}
-
-
-def plain(model, x=None, mask="none", **formula):
-    leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    known = {"heads": HEADS, "depth": DEPTH, "names": NAMES, "activation": torch.relu, "strength": STRENGTH}
-    known |= {"norm_first": False, "mask": MASKS[mask][1]} | formula
-    return with_gradients(encode(leaves, tokens() if x is None else x, **known), leaves.items())
-
-
-def assert_exact(model, output, expected):
-    assert distance(with_gradients(output, model.named_parameters()), expected) < TOLERANCE["float64"]
+def assert_parity(case, run=None):
+    """The model mitigated in place, and another one with the plain formulas."""
+    model, plain, x = case.make(), case.make(), tokens()
+    mitigated(model, case.spec)
+    leaves = leaves_of(model)
+    attentions = {name: module for name, module in plain.named_modules() if isinstance(module, nn.MultiheadAttention)}
+    layers = [(each, each.out_proj) for name, each in attentions.items() if not name.endswith("multihead_attn")]
+    formula = Plain(plain, layers, heads=HEADS, strength=0.6)
+    expected = case.run(partial(formula, leaves), x, **MASKS[case.mask])
+    output = case.run(model if run is None else run(model), x, **MASKS[case.mask])
+    found, wanted = with_gradients(output, model.named_parameters()), with_gradients(expected.view_as(output), leaves)
+    assert distance(found, wanted) < TOLERANCE["float64"]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_or_a_mask_equals_the_formulas(name):
-    case = CASES[name]
-    model, x = case.make(), tokens(batch=case.samples)
-    mitigated(model, case.spec)
-    assert_exact(model, case.run(model, x, **MASKS[case.mask][0]), plain(model, x, case.mask, **case.formula))
+    assert_parity(CASES[name])
 
 
 @pytest.mark.slow
 def test_compiled_with_masks():
     torch._dynamo.reset()
-    model = encoder(norm=True)
-    mitigated(model, SPEC)
-    output = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens(), **MASKS["causal and padding"][0])
-    assert_exact(model, output, plain(model, mask="causal and padding"))
-
-
-@pytest.mark.parametrize("mask", ["padding", "hidden", "causal"])
-def test_a_mean_over_hidden_tokens_is_refused(mask):
-    model = encoder()
-    with ac.mitigate(model, "featscale"), pytest.raises(AcutanceError, match="a mask hides some of them"):
-        model(tokens(), **MASKS[mask][0])
+    case = Case(partial(encoder, norm=True), spec=SPEC, mask="causal and padding")
+    assert_parity(case, lambda model: torch.compile(model, backend="aot_eager", fullgraph=True))
 
 
 @pytest.mark.parametrize("mask", ["none", "padding", "causal and padding"])
@@ -125,7 +97,7 @@ def test_the_fast_path_does_not_bypass_us(mask, norm_first, monkeypatch):
 
     for name in ("_transformer_encoder_layer_fwd", "_nested_tensor_from_mask"):
         monkeypatch.setattr(torch, name, partial(counted, getattr(torch, name)))
-    model, arguments = encoder(norm=True, nested=not norm_first, norm_first=norm_first).eval(), MASKS[mask][0]
+    model, arguments = encoder(norm=True, nested=not norm_first, norm_first=norm_first).eval(), MASKS[mask]
     with torch.no_grad():
         before = model(tokens(), **arguments)
         assert len(calls) == DEPTH + int(mask == "padding" and not norm_first)  # torch does take its fast paths
@@ -136,55 +108,41 @@ def test_the_fast_path_does_not_bypass_us(mask, norm_first, monkeypatch):
         assert torch.equal(model(tokens(), **arguments), before)
         assert calls == 2 * usual
     mitigated(model, SPEC)
-    expected = plain(model, mask=mask, norm_first=norm_first)["output"]
-    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(output, model(tokens(), **arguments), rtol=1e-10, atol=1e-10)  # which traces gradients
 
 
 EITHER = ("vit", "beit", "bert", "t5_encoder", "bart_decoder", "gpt2", "llama")  # tried by both implementations
 WITHOUT_MEAN = ("swin", "modernbert")  # and causal ones: where a mean over tokens is refused
 
 
-def gradients_of_all(model, inputs):
-    """All tokens that are not padding count, each differently."""
-    with in_float64():
-        y = output(model, inputs)
-        mask = inputs.get("attention_mask")
-        if mask is not None and y.shape[:2] == mask.shape:
-            y = y * mask[..., None]
-        (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=y.dtype)).sum().backward()
-    found = {path: torch.zeros_like(p) if p.grad is None else p.grad for path, p in model.named_parameters()}
-    return found | {"output": y.detach()}
+def output_that_counts(model, inputs):
+    """Padding does not."""
+    y, mask = output(model, inputs), inputs.get("attention_mask")
+    return y * mask[..., None] if mask is not None and y.shape[:2] == mask.shape else y
 
 
-def assert_parity(name, spec, inputs, implementation=None):
-    """The model mitigated in place, and the same model with the plain formulas."""
-    model = build(name)
-    plain = copy.deepcopy(model)
+def assert_zoo_parity(name, spec, inputs, implementation=None):
+    """The same of a model of the zoo."""
+    model, plain = build(name), build(name)
     if implementation is not None:
         model.set_attn_implementation(implementation)
-    found, theirs = sites.find(part_of(name, model)), sites.find(part_of(name, plain))
-    layers = [(site.attention, site.output_projection()) for site in theirs]
     mitigated(part_of(name, model), spec)
-    for site, (attention, _) in zip(found, layers, strict=True):
-        attention.mitigation = copy.deepcopy(site.mitigation)  # parameters of the same names
-    own = [{p.rpartition(".")[2]: x for p, x in a.mitigation.named_parameters()} for a, _ in layers]
-    use_formula(plain, layers, own, strength=0.6 * ZOO[name].first_values)
-    grads = gradients_of_all(model, inputs)
-    torch.testing.assert_close(grads, gradients_of_all(plain, inputs), rtol=1e-10, atol=1e-10)
-    assert all(gradient.any() for path, gradient in grads.items() if ".mitigation." in path)
-
-
-@pytest.mark.parametrize("name", [name for name, entry in ZOO.items() if entry.first_values])
-def test_neutreno(name):
-    assert_parity(name, "neutreno:0.6", batch(name))
+    leaves = leaves_of(model)
+    layers = [(site.attention, site.output_projection()) for site in sites.find(part_of(name, plain))]
+    formula = Plain(plain, layers, strength=0.6 * ZOO[name].first_values)
+    with in_float64():
+        found = with_gradients(output_that_counts(model, inputs), model.named_parameters())
+        expected = with_gradients(output_that_counts(partial(formula, leaves), inputs), leaves)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert all(gradient.any() for path, gradient in found.items() if ".mitigation." in path)
 
 
 @pytest.mark.parametrize(
     ("name", "implementation"), [*((name, None) for name in ZOO), *((n, i) for n in EITHER for i in ("sdpa", "eager"))]
 )
 def test_a_chain_of_learnt_mitigations(name, implementation):
-    learn = "layer" if implementation == "eager" else "head"
+    learn = {None: ",learn=head", "eager": ",learn=layer", "sdpa": ""}[implementation]
     parts = ["attnscale"]  # first: it scales A, whatever is added afterwards
-    parts += [f"neutreno:0.6,learn={learn}"] if ZOO[name].first_values else []
+    parts += [f"neutreno:0.6{learn}"] if ZOO[name].first_values else []
     parts += ["featscale"] if not ZOO[name].causal and name not in WITHOUT_MEAN else []
-    assert_parity(name, "+".join(parts), batch(name, padded="featscale" not in parts), implementation)
+    assert_zoo_parity(name, "+".join(parts), batch(name, padded="featscale" not in parts), implementation)

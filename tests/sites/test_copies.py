@@ -7,27 +7,15 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import hf_zoo
 import pytest
 import torch
-import transformers
-from torch import nn
+from tiny_models import encoder, ids, images, tokens, vit
 
 import acutance as ac
+from acutance.sites import tokens_out
 
-
-def ours():
-    return ac.models.vit_digits(), torch.randn(2, 1, 8, 8)
-
-
-def torch_nn():
-    layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
-    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), torch.randn(2, 9, 16)
-
-
-def llama():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(**sizes, intermediate_size=24, vocab_size=50, return_dict=False)
-    return transformers.LlamaModel(config), torch.randint(5, 45, (2, 9))
+MODELS = {"vit": (vit, images()), "torch.nn": (encoder, tokens()), "llama": (lambda: hf_zoo.build("llama"), ids())}
 
 
 def by_torch_save(holder):
@@ -45,30 +33,24 @@ COPIES = {
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-@pytest.mark.parametrize("make", [ours, torch_nn, llama])
+@pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_the_handle_of_a_copy_restores_the_copy(make, copied):
-    model, x = make()
-    held = SimpleNamespace(model=model.eval())
-
-    def output(model):
-        y = model(x)
-        return y if isinstance(y, torch.Tensor) else y[0]
-
-    plain = output(model)
-    held.handle = ac.mitigate(model, "neutreno:0.4")
-    mitigated = output(model)
-    other = copied(held)
-    assert torch.equal(output(other.model), mitigated)
+def test_the_handle_of_a_copy_restores_the_copy(name, copied):
+    make, x = MODELS[name]
+    held = SimpleNamespace(model=make().eval())
+    plain = tokens_out(held.model(x))
+    held.handle = ac.mitigate(held.model, "neutreno:0.4")
+    mitigated, other = tokens_out(held.model(x)), copied(held)
+    assert torch.equal(tokens_out(other.model(x)), mitigated)
     assert not torch.equal(mitigated, plain)
     other.handle.remove()
-    assert torch.equal(output(other.model), plain)
-    assert torch.equal(output(model), mitigated)
+    assert torch.equal(tokens_out(other.model(x)), plain)
+    assert torch.equal(tokens_out(held.model(x)), mitigated)
 
 
 def test_a_pickled_transformers_model_works_in_another_process(tmp_path):
-    model, x = llama()
-    ac.mitigate(model.eval(), "neutreno:0.4")
-    torch.save((model, x, model(x)[0]), tmp_path / "model.pt")
+    model = hf_zoo.build("llama")
+    ac.mitigate(model, "neutreno:0.4")
+    torch.save((model, ids(), model(ids())[0]), tmp_path / "model.pt")
     program = "import sys, torch; m, x, y = torch.load(sys.argv[1], weights_only=False); assert torch.equal(m(x)[0], y)"
     subprocess.run([sys.executable, "-c", program, tmp_path / "model.pt"], check=True)

@@ -84,17 +84,6 @@ def test_both_stacks_of_one_model(name):
     torch.testing.assert_close(logits(alone)[0], logits(together)[1], **EXACT)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gemma3"])
-@torch.no_grad()
-def test_packed_documents_are_documents_apart(name):
-    model, ids, lengths = mitigated(name), prompts(1, 16), (5, 11)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    with in_float64():
-        packed = model(ids, position_ids=positions, use_cache=False).logits
-        apart = [model(document, use_cache=False).logits for document in ids.split(lengths, 1)]
-    torch.testing.assert_close(packed, torch.cat(apart, 1), **EXACT)
-
-
 def test_a_static_cache_is_refused():
     model = mitigated("llama")
     with pytest.raises(AcutanceError, match=r"StaticCache.*dynamic cache"):

@@ -1,30 +1,47 @@
 """mitigate: into a model and out of it again."""
 
+from functools import partial
+
+import hf_zoo
 import pytest
 import torch
-from tiny_models import images, mitigated, vit
+from hf_zoo import build
+from tiny_models import encoder, images, left_alone, mitigated, tokens, vit
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from acutance.errors import AcutanceError, AcutanceWarning
+from acutance.errors import AcutanceError
 from acutance.mitigations import FeatScale, Mitigation, NeuTRENO
+from acutance.sites import mitigation_spec
 from acutance.sites.mitigate import mitigate
 
-
-@pytest.mark.parametrize("spec", ["neutreno:0.6", "attnscale", "neutreno:0.6,learn=head,start=0.3+featscale"])
-def test_removing_restores_outputs_and_keys_exactly(spec):
-    model = vit()
-    keys, output = list(model.state_dict()), model(images())
-    handle = mitigated(model, spec)
-    assert not torch.equal(model(images()), output)
-    for _ in range(2):  # a second time is harmless
-        handle.remove()
-        assert torch.equal(model(images()), output)
-    assert list(model.state_dict()) == keys
-    assert not any(module.training for module in model.modules())
+LEARNT = "attnscale+neutreno:0.6,learn=head,start=0.3"
+REMOVED = [
+    *(("vit", spec) for spec in ("neutreno:0.6", "attnscale", f"{LEARNT}+featscale", "neutreno:0.4+eigen:negative")),
+    *(("torch.nn", spec) for spec in (LEARNT, "neutreno:0.4+eigen:negative")),
+    *((name, LEARNT) for name in ("bert", "gpt2", "llama", "t5_decoder", "gemma2")),
+    *((name, "neutreno:0.4+eigen:negative") for name in ("bert", "gpt2", "gpt_neox")),
+]
 
 
-@pytest.mark.parametrize("spec", ["neutreno:0.6,learn=head", "featscale:doubled=true", "attnscale"])
+@pytest.mark.parametrize(("name", "spec"), REMOVED)
+def test_removing_leaves_no_trace(name, spec):
+    own = {"vit": (vit, images), "torch.nn": (partial(encoder, nested=True), tokens)}
+    make, batch = own.get(name, (partial(build, name), partial(hf_zoo.batch, name)))
+    model, batch = make(), batch()
+    part = model if name in own else hf_zoo.part_of(name, model)
+
+    def run():
+        return model(batch) if name in own else hf_zoo.output(model, batch)
+
+    with left_alone(model, run) as before:
+        handle = mitigated(part, spec)
+        assert not torch.equal(run(), before)
+        for _ in range(2):  # a second time is harmless
+            handle.remove()
+
+
+@pytest.mark.parametrize("spec", ["neutreno:0.6,learn=head", "featscale", "featscale:doubled=true", "attnscale"])
 def test_learnt_mitigations_change_nothing_at_step_zero(spec):
     model = vit()
     output = model(images())
@@ -53,9 +70,9 @@ def test_the_handle_is_a_context_manager_and_prints_itself():
     output = model(images())
     with mitigate(model, NeuTRENO(0.6) + FeatScale()) as handle:
         assert repr(handle) == "<neutreno:0.6+featscale in layers 1, 2, 3, active>"
-        assert model.config.mitigation == "neutreno:0.6+featscale"
+        assert model.config.mitigation == mitigation_spec(model) == "neutreno:0.6+featscale"
     assert repr(handle).endswith("removed>")
-    assert model.config.mitigation is None
+    assert model.config.mitigation is mitigation_spec(model) is None
     with pytest.raises(RuntimeError, match="inside"), mitigate(model, "neutreno:0.6"):
         raise RuntimeError("inside")
     assert torch.equal(model(images()), output)
@@ -117,17 +134,3 @@ def test_a_compiled_model_is_refused(how):
         (model if how == "in place" else model.blocks[1]).compile(backend="eager")
     with pytest.raises(AcutanceError, match=r"mitigate, then torch\.compile"):
         mitigate(model, "neutreno:0.6")
-
-
-def test_neutreno_in_the_first_layer_alone_is_warned_of(recwarn):
-    model = vit()
-    before = model(images())
-    for spec in ("neutreno:0.6", "neutreno:0.6+attnscale"):
-        with pytest.warns(AcutanceWarning, match=r"in layer 1 alone.*changes nothing"):
-            handle = mitigate(model, spec, layers=[1])
-        assert torch.equal(model(images()), before)
-        handle.remove()
-    recwarn.clear()
-    for spec, layers in (("neutreno:0.6", None), ("neutreno:0.6", [1, 2]), ("attnscale", [1])):
-        mitigate(model, spec, layers=layers).remove()
-    assert not recwarn.list

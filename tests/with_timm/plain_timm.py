@@ -4,17 +4,14 @@ NeuTRENO: u ← u + λ̃ (v⁰ − v). AttnScale: u ← (1 + ω) u − ω mean(v
 Nothing here is the package's: v is projected anew from the tokens that enter the attention.
 """
 
-from contextlib import ExitStack, contextmanager
-
 import torch
 from torch.nn import functional as F
 
 from parity.parity_formula import rescale
 
 
-@contextmanager
-def plain_formulas(attentions, own, strength):
-    """Inside, a model whose attention modules are these computes the mitigations; `own` is what each learns."""
+def write_formulas(attentions, own, strength):
+    """Let a model whose attention modules are these compute the mitigations; `own` is what each learns."""
     first = []
 
     def prepare(attention, own):
@@ -38,15 +35,12 @@ def plain_formulas(attentions, own, strength):
             return u.transpose(1, 2).flatten(2)
 
         if strength or "gain" in own:
-            yield attention.register_forward_pre_hook(enter, with_kwargs=True)
-            yield entrance.register_forward_pre_hook(change)
-        yield attention.proj.register_forward_hook(lambda _module, _args, y: rescale(y, own))
+            attention.register_forward_pre_hook(enter, with_kwargs=True)
+            entrance.register_forward_pre_hook(change)
+        attention.proj.register_forward_hook(lambda _module, _args, y: rescale(y, own))
 
-    with ExitStack() as stack:
-        for each in zip(attentions, own, strict=True):
-            for hook in prepare(*each):
-                stack.callback(hook.remove)
-        yield
+    for each in zip(attentions, own, strict=True):
+        prepare(*each)
 
 
 def _values(attention, x):

@@ -1,40 +1,34 @@
 """Mitigations in timm's models against plain formulas: outputs and the gradients of all parameters."""
 
-import copy
+from functools import partial
 
 import pytest
 import torch
-from plain_timm import plain_formulas
-from timm_zoo import FLAT, FUSED, MERGED, MIXED_HEADS, SHIFTED, assert_parity, create, gradients, images, loss_of
+from plain_timm import write_formulas
+from timm_zoo import FLAT, FUSED, MERGED, MIXED_HEADS, SHIFTED, assert_parity, create, images
+from torch.func import functional_call
 
 import acutance as ac
 from acutance.errors import AcutanceError
-from sites.tiny_models import left_alone, mitigated
+from parity.parity_formula import learnt
+from sites.tiny_models import leaves_of, left_alone, mitigated, with_gradients
 
 ALL_THREE = "neutreno:0.6+attnscale+featscale"
 WITHOUT_OPERATOR = "neutreno:0.6+featscale"  # all that heads which are mixed leave
 FOUR = ["vit_tiny_patch16_224", "beit_base_patch16_224", "eva02_tiny_patch14_224", "cait_xxs24_224"]
 
 
-def plain(model, spec, **arguments):
-    """Output and gradients by the plain formulas, in a copy without the mitigation, named as in the mitigated model."""
-    twin = copy.deepcopy(model)
-    named, attentions = dict(twin.named_parameters()), [site.attention for site in ac.sites.find(twin)]
-    own = [{name.rpartition(".")[2]: p for name, p in one.mitigation.named_parameters()} for one in attentions]
-    # Back to timm's own forward, whatever it takes: this side of the comparison must not depend on our undoing.
-    for module in twin.modules():
-        vars(module).pop("forward", None)
-        module._modules.pop("mitigation", None)
-        module._forward_hooks.clear()
-        module._forward_pre_hooks.clear()
-    with plain_formulas(attentions, own, strength=0.6 * ("neutreno" in spec)):
-        output = twin(images(), **arguments)
-    return output.detach(), gradients(named, loss_of(output))
-
-
-def check_parity(model, spec, run=None, **arguments):
+def check_parity(make, spec, run=lambda model: model, **arguments):
+    """The model mitigated in place, and another one with the plain formulas."""
+    model, plain = make(), make()
     mitigated(model, spec)
-    assert_parity(model, plain(model, spec, **arguments), run, **arguments)
+    leaves, names = leaves_of(model), {module: name for name, module in plain.named_modules()}
+    attentions = [site.attention for site in ac.sites.find(plain)]
+    own = [learnt(leaves, names[attention]) for attention in attentions]
+    write_formulas(attentions, own, strength=0.6 * ("neutreno" in spec))
+    weights = {path: p for path, p in leaves.items() if ".mitigation." not in path}
+    expected = with_gradients(functional_call(plain, weights, (images(),), arguments), leaves)
+    assert_parity(model, expected, run(model), **arguments)
 
 
 @pytest.fixture(params=FUSED.values(), ids=FUSED)
@@ -44,12 +38,12 @@ def fused(request):
 
 @pytest.mark.parametrize("name", FLAT)
 def test_all_hooks_in_models_of_one_token_count(name, fused):
-    check_parity(create(name, fused=fused), ALL_THREE)
+    check_parity(partial(create, name, fused=fused), ALL_THREE)
 
 
 @pytest.mark.parametrize("name", MIXED_HEADS)
 def test_talking_heads_have_values_but_no_operator(name):
-    check_parity(create(name), WITHOUT_OPERATOR)
+    check_parity(partial(create, name), WITHOUT_OPERATOR)
     other = create(name)
     ac.mitigate(other, "attnscale")
     with pytest.raises(AcutanceError, match="mixes its heads"):
@@ -65,7 +59,7 @@ def test_where_tokens_move_or_merge_what_needs_them_in_place_is_refused(name, fu
         if name in SHIFTED:
             with pytest.raises(AcutanceError, match=r"featscale cannot be used in .*one window at a time"):
                 ac.mitigate(model, "featscale")
-    check_parity(model, "attnscale" if name in SHIFTED else "featscale")
+    check_parity(partial(create, name, fused=fused), "attnscale" if name in SHIFTED else "featscale")
 
 
 BIAS = torch.randn(17, 17, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
@@ -79,7 +73,7 @@ MASKS = {
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224"])
 def test_masks(name, kind, fused):
-    check_parity(create(name, fused=fused), "neutreno:0.6", **MASKS[kind])
+    check_parity(partial(create, name, fused=fused), "neutreno:0.6", **MASKS[kind])
 
 
 @pytest.mark.parametrize("name", FOUR)
@@ -91,8 +85,7 @@ def test_dropout_draws_the_same_numbers(name, fused):
         torch.manual_seed(6)
         return model(*given)
 
-    output = run(images())
-    expected = output.detach(), gradients(model.named_parameters(), loss_of(output))
+    expected = with_gradients(run(images()), model.named_parameters())
     state = torch.get_rng_state()
     ac.mitigate(model, "neutreno:0")
     assert_parity(model, expected, run, tolerance=0.0)
@@ -102,9 +95,8 @@ def test_dropout_draws_the_same_numbers(name, fused):
 @pytest.mark.parametrize(("name", "fused"), [(FOUR[1], True), (FOUR[3], True), (FOUR[0], False)])
 def test_compiled_whole(name, fused):  # the others are in the parity matrix
     torch._dynamo.reset()
-    model = create(name, fused=fused)
     spec = "neutreno:0.6" if name in MIXED_HEADS else "neutreno:0.6+attnscale"
-    check_parity(model, spec, run=torch.compile(model, fullgraph=True, backend="aot_eager"))
+    check_parity(partial(create, name, fused=fused), spec, partial(torch.compile, fullgraph=True, backend="aot_eager"))
 
 
 @pytest.mark.parametrize("name", FOUR)
@@ -113,7 +105,7 @@ def test_timms_own_checkpointing_with_two_forward_passes_under_way(name):
     mitigated(model, WITHOUT_OPERATOR)
 
     def both():
-        return gradients(model.named_parameters(), sum([loss_of(model(images(seed))) for seed in (2, 7)]))
+        return with_gradients(torch.cat([model(images(seed)) for seed in (2, 7)]), model.named_parameters())
 
     expected = both()
     model.set_grad_checkpointing()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from timm_zoo import SMALL
+from timm_zoo import SMALL, prepared
 from torch import nn
 
 import acutance as ac
@@ -24,13 +24,8 @@ VARIANTS = {
 def build(variant):
     torch.manual_seed(0)
     sizes = {key: value for key, value in SMALL.items() if key not in ("img_size", "num_classes")}
-    model = naflexvit.NaFlexVit(naflexvit.NaFlexVitCfg(**sizes, **VARIANTS[variant]), num_classes=5).double().eval()
-    for parameter in model.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    for module in model.modules():
-        if hasattr(module, "fused_attn"):
-            module.fused_attn = variant != "step by step"
-    return model
+    model = naflexvit.NaFlexVit(naflexvit.NaFlexVitCfg(**sizes, **VARIANTS[variant]), num_classes=5)
+    return prepared(model, fused=variant != "step by step")
 
 
 def batch(grids):

@@ -8,14 +8,14 @@ import pytest
 import timm
 import torch
 from timm.models import vision_transformer
-from timm_zoo import FUSED, MEASURED, MERGED, MIXED_HEADS, SHIFTED, SMALL, create, gradients, images
+from timm_zoo import FUSED, MEASURED, MERGED, MIXED_HEADS, SHIFTED, SMALL, create, images
 from torch import nn
 
 import acutance as ac
 from acutance.attention.products import repeat_heads
 from acutance.errors import AcutanceError, NoSitesError
 from acutance.measure.profile import MATRIX
-from sites.tiny_models import Made, recorded
+from sites.tiny_models import Made, recorded, with_gradients
 
 PREFIX = {"vit_tiny_patch16_224": 1, "vit_base_patch14_reg4_dinov2": 5, "deit_tiny_distilled_patch16_224": 2}
 PREFIX |= {"vit_wee_patch16_reg1_gap_256": 1, "vit_small_patch16_dinov3": 5, "beit_base_patch16_224": 1}
@@ -176,15 +176,13 @@ def test_it_is_mitigated_as_timms_own():
     model = wrapped()
     plain = model(images()).last_hidden_state
     with ac.mitigate(model, "neutreno:0.6+attnscale"):
-        ours = model(images()).last_hidden_state
-        found = gradients(model.timm_model.named_parameters(), ours.square().sum())
+        found = with_gradients(model(images()).last_hidden_state, model.timm_model.named_parameters())
     assert torch.equal(model(images()).last_hidden_state, plain)
-    assert not torch.equal(ours, plain)
+    assert not torch.equal(found["output"], plain)
     with ac.mitigate(model.timm_model, "neutreno:0.6+attnscale"):
-        theirs = model.timm_model.forward_features(images())
-        assert torch.equal(ours, theirs)
-        wanted = gradients(model.timm_model.named_parameters(), theirs.square().sum())
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+        wanted = with_gradients(model.timm_model.forward_features(images()), model.timm_model.named_parameters())
+    assert torch.equal(found["output"], wanted["output"])
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("part", ["", "timm_model"])

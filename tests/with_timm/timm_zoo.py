@@ -4,6 +4,8 @@ import timm
 import torch
 from timm.models import vision_transformer, vision_transformer_relpos
 
+from sites.tiny_models import with_gradients
+
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 STAGES = {"num_classes": 5, "depths": (2, 2), "num_heads": (2, 4)}
 SWIN = {**STAGES, "img_size": 32, "patch_size": 2, "embed_dim": 8, "window_size": 4}
@@ -45,11 +47,15 @@ FUSED = {"fused": True, "unfused": False}
 
 
 def create(name, *, fused=True, **options):
-    """A model in float64 whose parameters are away from what would hide a mistake, such as zero biases."""
     sizes = {} if name in SHIFTED | MERGED else {**SMALL, "num_heads": 4} if name in MIXED_HEADS else SMALL
     options = {**sizes, **MEASURED[name], **options}
     torch.manual_seed(0)
-    model = timm.create_model(name.split()[0], **options).double().eval()
+    return prepared(timm.create_model(name.split()[0], **options), fused)
+
+
+def prepared(model, fused):
+    """In float64, with parameters away from what would hide a mistake, such as zero biases."""
+    model = model.double().eval()
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -64,20 +70,7 @@ def images(seed=2, count=2):
     return torch.randn(count, 3, 32, 32, dtype=torch.float64, generator=generator)
 
 
-def gradients(named, loss):
-    """By parameter name, zeros where the loss does not depend on one."""
-    named = dict(named)
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True, materialize_grads=True)
-    return dict(zip(named, found, strict=True))
-
-
-def loss_of(output):
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(4), dtype=output.dtype)
-    return (output * weights).sum()
-
-
 def assert_parity(model, expected, run=None, tolerance=1e-10, **arguments):
     """The model's output and gradients, however it runs, are the expected ones."""
-    output = (model if run is None else run)(images(), **arguments)
-    found = output.detach(), gradients(model.named_parameters(), loss_of(output))
+    found = with_gradients((model if run is None else run)(images(), **arguments), model.named_parameters())
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
