@@ -38,7 +38,8 @@ def test_removing_leaves_no_trace(name, spec):
         handle = mitigated(part, spec)
         assert not torch.equal(run(), before)
         for _ in range(2):  # a second time is harmless
-            handle.remove()
+            with torch.no_grad():  # in which torch would leave a buffer where a weight was made
+                handle.remove()
 
 
 @pytest.mark.parametrize("spec", ["neutreno:0.6,learn=head", "featscale", "featscale:doubled=true", "attnscale"])

@@ -100,7 +100,8 @@ class Projection:
             hook.remove()
         cls = type(module)  # given by parametrize, which would change it; copies share it
         module.__class__ = type(cls.__name__, cls.__bases__, dict(vars(cls)))
-        parametrize.remove_parametrizations(module, name)
+        with torch.enable_grad():  # without, torch leaves a buffer of that name
+            parametrize.remove_parametrizations(module, name)
         module._parameters[name] = parameter
         places = [place for place in made.places if place in module._parameters]
         module._parameters.update({place: module._parameters.pop(place) for place in places})
