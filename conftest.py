@@ -32,6 +32,11 @@ NEVER_RUN = r"(py|python3|pycon|sh|shell|zsh|(python|bash|console)[ \t{].*)"
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Before anything imports torch: processes that each take every core slow one another down many times over.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+with contextlib.suppress(ImportError):  # timm's environment has no hypothesis
+    from hypothesis import settings
+
+    settings.register_profile("no deadline", deadline=None)  # beside other tests any example may take long
+    settings.load_profile("no deadline")
 
 
 def run_acutance(command: str) -> None:
