@@ -76,7 +76,7 @@ def test_the_steered_model_is_left_alone():
 def test_a_folded_model_can_be_steered_again():
     """The constant that the biases add stays too, although W_proj is another."""
     plain = fold(make("eigen:negative,spectrum=clipped"))
-    assert all(site.value_bias().abs().max() > 0.1 for site in find(plain))
+    assert all(site.projections().value.offset().abs().max() > 0.1 for site in find(plain))
     output, state = plain(images()), copy.deepcopy(plain.state_dict())
     handle = mitigate(plain, "eigen:negative,basis=polar,spectrum=clipped")
     assert max(handle.distances) < 1e-12

@@ -50,11 +50,15 @@ def test_an_architecture(name):
     for site, record in zip(found, seen, strict=True):
         entered = watch.inputs[site.attention]
         if not hasattr(site.attention, "sequence_reduction"):  # SegFormer makes its keys fewer first
-            values = linear(entered, site.value_weight(), site.value_bias()).unflatten(-1, (site.kv_heads, -1))
+            values = linear(entered, site.value_weight(), site.projections().value.offset()).unflatten(
+                -1, (site.kv_heads, -1)
+            )
             values = repeat_heads(values.transpose(1, 2), record.values.shape[1])  # some models repeat them themselves
             torch.testing.assert_close(values, record.values, **TOLERANCE)
             assert_queries_and_keys(site, record, entered)
-        branch = linear(record.output.transpose(1, 2).flatten(2), site.projection_weight(), site.projection_bias())
+        branch = linear(
+            record.output.transpose(1, 2).flatten(2), site.projection_weight(), site.projections().output.offset()
+        )
         torch.testing.assert_close(branch, record.branch, **TOLERANCE)
         assert_pre_norm(site, watch, expected=entry.pre_norm and not (name == "modernbert" and site.layer == 1))
         assert_residual(site, watch, record.branch)

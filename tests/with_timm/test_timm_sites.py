@@ -52,13 +52,15 @@ def test_weights_make_the_values_and_norms_and_gains_are_those_of_the_residual_b
             module.register_forward_pre_hook(lambda _, args, into=into: into(args[0]))
     _, records = recorded(lambda: model(images()), ac.sites.find(model))
     for site, record in zip(ac.sites.find(model), records, strict=True):
-        values = nn.functional.linear(seen[site.layer]["projected"], site.value_weight(), site.value_bias())
+        values = nn.functional.linear(
+            seen[site.layer]["projected"], site.value_weight(), site.projections().value.offset()
+        )
         values = repeat_heads(values.unflatten(-1, (site.kv_heads, -1)).transpose(1, 2), record.values.shape[1])
         torch.testing.assert_close(values, record.values, rtol=1e-10, atol=1e-10)
         assert site.value_weight().shape == site.key_weight().shape == (site.kv_heads * site.head_dim, site.dim)
         assert site.query_weight().shape == (site.heads * site.head_dim, site.dim)
         assert site.projection_weight().shape == (site.dim, site.heads * site.head_dim)
-        assert site.projection_bias() is site.attention.proj.bias
+        assert site.projections().output.offset() is site.attention.proj.bias
         norm, x = site.pre_norm(), seen[site.layer]["x"]
         assert (norm is None) == ("norms after" in name)
         if name not in SHIFTED:

@@ -87,13 +87,6 @@ class AttentionSite(ABC):
             raise AcutanceError(f"{self.name}: {type(self.attention).__name__} keeps {what} under an unknown name")
         return projection.matrix()
 
-    def value_bias(self) -> Tensor | None:
-        return self.projections().value.offset()
-
-    def projection_bias(self) -> Tensor | None:
-        """To be changed in place."""
-        return self.projections().output.offset()
-
     def pre_norm(self) -> nn.Module | None:
         """The norm between the residual stream and the attention."""
         return None
