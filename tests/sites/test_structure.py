@@ -52,14 +52,15 @@ def test_the_weights_are_those_the_tokens_go_through(name):
         inputs = []
         with site.attention.register_forward_pre_hook(lambda _, args, kept=inputs: kept.append(args[0])):
             _, (record,) = recorded(lambda: model(x), [site])
-        entered = site.tokens(inputs[0])
+        entered, parts = site.tokens(inputs[0]), site.projections()
+        biases = {"value": parts.value.offset(), "projection": parts.output.offset()}
         for which, given, made in (
             ("value", entered, record.values),
             ("projection", record.output.transpose(1, 2).flatten(2), record.branch),
             ("query", entered[1:] - entered[:1], record.A.q[1:] - record.A.q[:1]),  # without their biases
             ("key", entered[1:] - entered[:1], record.A.k[1:] - record.A.k[:1]),
         ):
-            weight, bias = getattr(site, f"{which}_weight")(), getattr(site, f"{which}_bias", lambda: None)()
+            weight, bias = getattr(site, f"{which}_weight")(), biases.get(which)
             made = made.transpose(1, 2).flatten(2) if made.ndim == 4 else made
             found = given @ weight.T + (0 if bias is None else bias)
             torch.testing.assert_close(found, made, rtol=1e-10, atol=1e-10)
