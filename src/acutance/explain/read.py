@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,7 +19,7 @@ from acutance.attention.operator import AttentionOperator
 from acutance.attention.spectra import DENSE_TOKENS
 from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError
 from acutance.explain.spectral_theory import TIE, Families, Series, constant_mode, families, growth, rank_correlation
-from acutance.explain.spectrum import EXACT_MU, Dominance, LayerSpectrum, Outcome, Share, Spectrum
+from acutance.explain.spectrum import EXACT_MU, Dominance, LayerSpectrum, Outcome, Share, Spectrum, share_where
 from acutance.explain.weights import Norm, convex_hull, layer_spectrum
 from acutance.measure.reader import check_prefix
 from acutance.measure.samples import TokenLayout, refuse_single
@@ -214,16 +213,12 @@ def _share(lean: Series) -> Share:
 def compare(change: Series, lean: Series, predicted: Series) -> Outcome:
     """The measured log change of HFC/LFC per sample against the leaning (1 smoothing) and the predicted one, or NaN."""
     moved = np.where(np.abs(change) <= TIE, 0, -np.sign(change))  # 1 where it fell
-
-    def share(event: NDArray[np.bool_], given: NDArray[np.bool_]) -> float:
-        return float(event[given].mean()) if given.any() else math.nan
-
     return Outcome(
         fell=float((moved > 0).mean()),
         agreement=float(np.where(np.isnan(lean), math.nan, moved == lean).mean()),
         change=float(change.mean()),
-        fell_if_smoothing=share(moved > 0, lean > 0),
-        rose_if_sharpening=share(moved < 0, lean < 0),
+        fell_if_smoothing=share_where(moved > 0, lean > 0),
+        rose_if_sharpening=share_where(moved < 0, lean < 0),
         correlation=rank_correlation(predicted, change),
     )
 

@@ -275,7 +275,7 @@ class Spectrum(Result):
         figures = np.array([astuple(getattr(d, place)) for d in layers]).T
         odds = np.array([astuple(d.predicted or Share(math.nan, math.nan)) for d in layers]).T
         fell, agreement, change = figures[:3].mean(1).tolist()
-        conditional = _pooled(figures[3], odds[0]), _pooled(figures[4], odds[1])
+        conditional = share_where(figures[3], odds[0]), share_where(figures[4], odds[1])
         correlation = theory.rank_correlation([d.predicted_change for d in layers], figures[2])
         return Outcome(fell, agreement, change, *conditional, correlation)
 
@@ -357,10 +357,9 @@ def _mean(shares: Sequence[Share]) -> Share:
     return Share(*np.mean([astuple(share) for share in shares], axis=0).tolist())
 
 
-def _pooled(shares: Series, weights: Series) -> float:
-    """The share over all layers, from each layer's and from how often its condition was met."""
-    met = weights > 0
-    return float(np.average(shares[met], weights=weights[met])) if met.any() else math.nan
+def share_where(event: NDArray[Any], met: NDArray[Any]) -> float:
+    """How often an event happens where its condition is met, from both as shares or truth values; NaN if it never is."""
+    return float(np.average(event[met > 0], weights=met[met > 0])) if (met > 0).any() else math.nan
 
 
 def _from_plain(value: Any) -> Any:
