@@ -1,7 +1,6 @@
 """explain: the spectra of a model's weights, and with data what attention and tokens did in every layer."""
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,7 +16,7 @@ from acutance import sites
 from acutance.attention import AttentionCall, spectra
 from acutance.attention.operator import AttentionOperator
 from acutance.attention.spectra import DENSE_TOKENS
-from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError
+from acutance.errors import AcutanceError, NonFiniteError, warn
 from acutance.explain.spectral_theory import TIE, Families, Series, constant_mode, families, growth, rank_correlation
 from acutance.explain.spectrum import EXACT_MU, Dominance, LayerSpectrum, Outcome, Share, Spectrum, share_where
 from acutance.explain.weights import Norm, convex_hull, layer_spectrum
@@ -104,11 +103,10 @@ def warn_beyond_bound(layer: LayerSpectrum) -> None:
     """Warn if a negative spectrum has left the disc in which μ_min beats μ = 1."""
     if layer.crossing is not None:
         outcome = "and the layer smooths" if layer.verdict == "smoothing" else "though the layer does not smooth by it"
-        words = (
+        warn(
             f"layer {layer.layer}: the negative spectrum of H crosses the bound, {layer.crossing_words}: for that "
             f"eigenvalue μ = 1 beats μ_min, {outcome}. Bound it, e.g. with a bounded Eigen spectrum"
         )
-        warnings.warn(words, AcutanceWarning, stacklevel=3)
 
 
 class LayerReader(Visitor):
@@ -172,11 +170,11 @@ class LayerReader(Visitor):
     def result(self) -> Dominance:
         """What was found so far; warns of eigenvalues of A that have not converged."""
         if self.mu_error > self.tolerance:
-            words = (
+            warn(
                 f"layer {self.layer.layer}: eigenvalues of A have not converged in a Krylov space, the largest "
                 f"residual is {self.mu_error:.1e}, wanted {self.tolerance:.1e}. A verdict within it is unknown. "
+                + EXACT_MU
             )
-            warnings.warn(words + EXACT_MU, AcutanceWarning, stacklevel=2)
         series = {name: torch.cat(parts).double().cpu().numpy() for name, parts in self.kept.items()}
         unknown = np.full(len(series["branch"]), math.nan)
         lean, undecided, rate = (series.get(name, unknown) for name in Families._fields)

@@ -358,7 +358,7 @@ def _mean(shares: Sequence[Share]) -> Share:
 
 
 def share_where(event: NDArray[Any], met: NDArray[Any]) -> float:
-    """How often an event happens where its condition is met, from both as shares or truth values; NaN if it never is."""
+    """How often an event happens where its condition is met, of shares or truth values; NaN if it never is."""
     return float(np.average(event[met > 0], weights=met[met > 0])) if (met > 0).any() else math.nan
 
 
