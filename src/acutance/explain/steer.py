@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from acutance import sites
-from acutance.errors import AcutanceError, warn
+from acutance.errors import AcutanceError
 from acutance.explain.read import with_data
-from acutance.explain.spectral_theory import format_complex, furthest_beyond, layer_smooths, sharpening_bound
+from acutance.explain.spectral_theory import furthest_beyond, layer_smooths, sharpening_bound
+from acutance.explain.spectrum import warn_beyond_bound
 from acutance.explain.weights import layer_spectrum
 from acutance.mitigations import Combined, Eigen, eigen_of
 from acutance.mitigations.base import parts_of
@@ -57,19 +58,12 @@ def check_spectrum(
     steered = [site for site in sites.find(sites.part_of(model, part)) if eigen_of(site.mitigation) is not None]
     spectra = {site: layer_spectrum(site, whole=True) for site in steered}
     layers = with_data(model, spectra, [batch], part) if batch is not None and spectra else spectra.values()
-    crossing, listed = {}, []
+    crossing = {}
     for layer in layers:
         assert layer.eigenvalues is not None, "all of them were asked for"
         every, mu = torch.from_numpy(layer.eigenvalues), mu_min if layer.dominance is None else layer.mu_min
         if (lam := furthest_beyond(every, mu)) is not None:
-            crossing[layer.layer] = lam
             verdict = layer.verdict if layer.dominance else "smoothing" if layer_smooths(every, mu) else "not smoothing"
-            bound = f"λ = {format_complex(lam)}, bound {sharpening_bound(mu):.3g}"
-            listed.append(f"{layer.layer} ({bound}; as a whole {verdict})")
-    if crossing:
-        warn(
-            f"layers {', '.join(listed)} cross the bound −2/(1 + μ_min), "
-            f"μ_min {f'taken as {mu_min:.3g}' if batch is None else 'as read on the batch'}: for that eigenvalue μ = 1 "
-            "beats μ_min. spectrum='bounded' or 'clipped' keeps Λ in [−1, 0]"
-        )
-    return crossing
+            crossing[layer.layer] = lam, mu, verdict
+    warn_beyond_bound(crossing, f"taken as {mu_min:.3g}" if batch is None else "as read on the batch")
+    return {layer: lam for layer, (lam, *_) in crossing.items()}
