@@ -1,9 +1,10 @@
 """Several processes that share one job, such as `torchrun` starts."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
+from operator import length_hint
 from typing import Any, TypeVar, cast
 
 import torch
@@ -63,7 +64,7 @@ def share(batches: Iterable[T], rank: int, size: int) -> Iterable[T]:
     if isinstance(getattr(batches, "sampler", None), DistributedSampler):
         done = "across_processes=True shares batches out, but this loader's DistributedSampler has done so already"
         raise AcutanceError(f"{done}: give every process a loader of all samples")
-    if len(set(lengths := gather(length_of(batches)))) > 1:
+    if len(set(lengths := gather(0 if isinstance(batches, Iterator) else length_hint(batches)))) > 1:
         given = f"the processes were given {', '.join(map(str, lengths))} batches"
         raise AcutanceError(f"{given}: with across_processes=True give every process all of them")
     if size == 1:
@@ -71,13 +72,6 @@ def share(batches: Iterable[T], rank: int, size: int) -> Iterable[T]:
     if isinstance(batches, Sequence):
         return cast(Iterable[T], Subset(cast(Any, batches), range(rank, len(batches), size)))
     return islice(batches, rank, None, size)
-
-
-def length_of(batches: Iterable[Any]) -> int | None:
-    """The number of batches, if known. A DataLoader over an IterableDataset raises when asked."""
-    with suppress(TypeError):
-        return len(cast(Sized, batches))
-    return None
 
 
 def pad_uneven_batches(own: Iterable[T]) -> Iterator[tuple[T, bool]]:

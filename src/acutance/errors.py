@@ -1,6 +1,7 @@
 """The errors and warnings Acutance raises on purpose; each message says what to do."""
 
 import importlib
+import warnings
 from typing import Any
 
 TOKENS_REMAIN = (  # where attention cannot be read
@@ -27,6 +28,11 @@ class MissingExtraError(AcutanceError, ImportError):
 
 class AcutanceWarning(UserWarning):
     """A result stands, but the reader should know something about it."""
+
+
+def warn(message: str, stacklevel: int = 3) -> None:
+    """Warn as this library, at the line that called the caller; higher levels are further out."""
+    warnings.warn(message, AcutanceWarning, stacklevel)
 
 
 class NoSitesError(AcutanceError):

@@ -13,7 +13,8 @@ from acutance.attention import AttentionCall, spectra
 from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError
 from acutance.explain import LayerSpectrum, Share
-from acutance.explain.read import LayerReader, compare
+from acutance.explain.read import LayerReader
+from acutance.explain.spectrum import compare
 from acutance.measure.samples import TokenLayout
 
 MARGIN = 1e-4  # closer than this, eigenvalues of sharp attention are rounding: such cases may count either way

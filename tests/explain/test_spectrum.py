@@ -12,7 +12,6 @@ from spectrum_worlds import DIM, set_branch, small_vit
 import acutance as ac
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain import Share, Spectrum
-from acutance.explain.read import warn_beyond_bound
 from acutance.models import ViT
 from acutance.report.page import COLOURS
 
@@ -59,8 +58,9 @@ def test_one_eigenvalue_beyond_the_bound_need_not_make_the_layer_smooth(model: V
     set_branch(model, 1, torch.diag(torch.tensor([-1.9] + [0.0] * (DIM - 1))))
     found = ac.explain(model, [torch.randn(2, 1, 8, 8)], progress=False)[1]
     sharp = replace(found.dominance, mu_min_by_sample=np.full((2, 2), 0.133), predicted=Share(0.0, 1.0))
-    with pytest.warns(AcutanceWarning, match="for that eigenvalue μ = 1 beats μ_min, though the layer does not smooth"):
-        warn_beyond_bound(replace(found, dominance=sharp))
+    layer = replace(found, dominance=sharp)
+    assert (layer.crossing, layer.verdict) == (pytest.approx(-1.9), "sharpening")
+    assert "λ = -1.9 lies beyond −2/(1+μ_min) = -1.77" in layer.reason
 
 
 def test_a_complex_pair_crosses_the_bound_outside_the_disc(model: ViT) -> None:

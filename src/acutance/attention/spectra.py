@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from acutance.attention.products import accumulation_dtype, add_mask
-from acutance.errors import AcutanceError, AcutanceWarning, require_finite
+from acutance.errors import AcutanceError, require_finite, warn
 
 if TYPE_CHECKING:
     from acutance.attention.operator import AttentionOperator
@@ -71,7 +70,7 @@ def warned(A: AttentionOperator, found: Ritz) -> Tensor:
     if not (error := float(found.residuals.max())) <= (tolerance := tolerance_of(A)):
         where = f"not converged in a Krylov space of {found.size} vectors: the largest residual ‖Az − μz‖"
         message = f"is {error:.1e}, wanted {tolerance:.1e}; the largest ones are good, ask for fewer"
-        warnings.warn(f"eigenvalues {where} {message}", AcutanceWarning, stacklevel=4)
+        warn(f"eigenvalues {where} {message}", stacklevel=5)
     return found.values
 
 

@@ -1,7 +1,6 @@
 """explain: the spectra of a model's weights, and with data what attention and tokens did in every layer."""
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,9 +16,9 @@ from acutance import sites
 from acutance.attention import AttentionCall, spectra
 from acutance.attention.operator import AttentionOperator
 from acutance.attention.spectra import DENSE_TOKENS
-from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError
-from acutance.explain.spectral_theory import TIE, Families, Series, constant_mode, families, growth, rank_correlation
-from acutance.explain.spectrum import EXACT_MU, Dominance, LayerSpectrum, Outcome, Share, Spectrum
+from acutance.errors import AcutanceError, NonFiniteError, warn
+from acutance.explain.spectral_theory import Families, Series, constant_mode, families, growth
+from acutance.explain.spectrum import EXACT_MU, Dominance, LayerSpectrum, Share, Spectrum, compare, warn_beyond_bound
 from acutance.explain.weights import Norm, convex_hull, layer_spectrum
 from acutance.measure.reader import check_prefix
 from acutance.measure.samples import TokenLayout, refuse_single
@@ -79,8 +77,8 @@ def explain(
         special = f"{sites.special_tokens(bare, part)} {prefix}"
         read = f"HFC/LFC in the spectral norm, {special}, no padding; A in evaluation mode"
         context |= {"samples": layers[0].dominance.samples, "prefix": special, "read": read}
-    for layer in layers:
-        warn_beyond_bound(layer)
+    crossing = {at.layer: (at.crossing, at.mu_min, at.verdict) for at in layers if at.crossing is not None}
+    warn_beyond_bound(crossing, "taken as 0" if batches is None else "as read on the batches")
     return Spectrum(tuple(layers), context)
 
 
@@ -99,17 +97,6 @@ def with_data(
     if not readers[0].kept:
         raise AcutanceError("explain got no batches: pass an iterable with at least one, or None for the weights only")
     return [replace(reader.layer, dominance=reader.result()) for reader in readers]
-
-
-def warn_beyond_bound(layer: LayerSpectrum) -> None:
-    """Warn if a negative spectrum has left the disc in which μ_min beats μ = 1."""
-    if layer.crossing is not None:
-        outcome = "and the layer smooths" if layer.verdict == "smoothing" else "though the layer does not smooth by it"
-        words = (
-            f"layer {layer.layer}: the negative spectrum of H crosses the bound, {layer.crossing_words}: for that "
-            f"eigenvalue μ = 1 beats μ_min, {outcome}. Bound it, e.g. with a bounded Eigen spectrum"
-        )
-        warnings.warn(words, AcutanceWarning, stacklevel=3)
 
 
 class LayerReader(Visitor):
@@ -173,11 +160,11 @@ class LayerReader(Visitor):
     def result(self) -> Dominance:
         """What was found so far; warns of eigenvalues of A that have not converged."""
         if self.mu_error > self.tolerance:
-            words = (
+            warn(
                 f"layer {self.layer.layer}: eigenvalues of A have not converged in a Krylov space, the largest "
                 f"residual is {self.mu_error:.1e}, wanted {self.tolerance:.1e}. A verdict within it is unknown. "
+                + EXACT_MU
             )
-            warnings.warn(words + EXACT_MU, AcutanceWarning, stacklevel=2)
         series = {name: torch.cat(parts).double().cpu().numpy() for name, parts in self.kept.items()}
         unknown = np.full(len(series["branch"]), math.nan)
         lean, undecided, rate = (series.get(name, unknown) for name in Families._fields)
@@ -209,23 +196,6 @@ class LayerReader(Visitor):
 
 def _share(lean: Series) -> Share:
     return Share(float((lean > 0).mean()), float((lean < 0).mean()))
-
-
-def compare(change: Series, lean: Series, predicted: Series) -> Outcome:
-    """The measured log change of HFC/LFC per sample against the leaning (1 smoothing) and the predicted one, or NaN."""
-    moved = np.where(np.abs(change) <= TIE, 0, -np.sign(change))  # 1 where it fell
-
-    def share(event: NDArray[np.bool_], given: NDArray[np.bool_]) -> float:
-        return float(event[given].mean()) if given.any() else math.nan
-
-    return Outcome(
-        fell=float((moved > 0).mean()),
-        agreement=float(np.where(np.isnan(lean), math.nan, moved == lean).mean()),
-        change=float(change.mean()),
-        fell_if_smoothing=share(moved > 0, lean > 0),
-        rose_if_sharpening=share(moved < 0, lean < 0),
-        correlation=rank_correlation(predicted, change),
-    )
 
 
 def competing_eigenvalues(

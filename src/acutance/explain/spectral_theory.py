@@ -23,7 +23,6 @@ from acutance.metrics import hfc_lfc_frobenius
 Series = NDArray[np.float64]
 TIE = 1e-6  # closer to a draw than this share of max|λ|, no family dominates
 Family = Literal["constant", "varying", "neither"]
-FAMILIES: dict[int, Family] = {1: "constant", -1: "varying", 0: "neither"}
 
 
 def layer_matrix(A: Tensor, H: Tensor) -> Tensor:
@@ -94,9 +93,9 @@ def dominance(lam: Tensor, mu: Tensor) -> DominatingPair:
     """Which pair (λ, μ) dominates, and which family; neither if they tie. A conjugate pair ties with itself: rate 1."""
     gains, places = pad(layer_eigenvalues(lam, mu).abs().flatten(), (0, 1)).topk(2)  # one alone has a second of 0
     (largest, second), (j, i) = gains.tolist(), divmod(int(places[0]), len(mu))
-    lean = int(families(lam, other_eigenvalues(mu)).leaning)
-    rate = second / largest if largest else 1.0
-    return DominatingPair(FAMILIES[lean], complex(lam[j]), complex(mu[i]), largest, rate)
+    lean, rate = float(families(lam, other_eigenvalues(mu)).leaning), second / largest if largest else 1.0
+    family: Family = "constant" if lean > 0 else "varying" if lean < 0 else "neither"
+    return DominatingPair(family, complex(lam[j]), complex(mu[i]), largest, rate)
 
 
 def ratio_rate(lam: Tensor, mu: Tensor) -> float:

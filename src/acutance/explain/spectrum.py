@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from acutance.attention.spectra import DENSE_TOKENS
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, warn
 from acutance.explain import spectral_theory as theory
 from acutance.explain.spectral_theory import Series, format_complex
 from acutance.report.page import FELL, SPECTRUM_HINT, spectrum_charts, write_page
@@ -145,15 +145,6 @@ class LayerSpectrum:
         return theory.furthest_beyond(torch.from_numpy(self.deciding), self.mu_min, self.error)
 
     @property
-    def crossing_words(self) -> str:
-        """Where the `crossing` λ lies; empty if there is none."""
-        if (lam := self.crossing) is None:
-            return ""
-        bound = f"−2/(1+μ_min) = {self.bound:.3g}"
-        where = f"beyond {bound}" if lam.real < self.bound else f"outside the disc over {bound} to 0"
-        return f"λ = {format_complex(lam)} lies {where}"
-
-    @property
     def verdict(self) -> Verdict:
         """The family that dominates I + H⊗A: in most samples, or without data if A's smallest eigenvalue is 0."""
         if self.deciding is None:
@@ -185,7 +176,7 @@ class LayerSpectrum:
             words = f"μ = 1 in {share.smoothing:.0%}, μ ≠ 1 in {share.sharpening:.0%}: {gain}"
         else:
             words = f"{gain} {BY_WEIGHTS[verdict]}"
-        return "; ".join(filter(None, (words, self.crossing_words)))
+        return words if self.crossing is None else f"{words}; {crossing_words(self.crossing, self.mu_min)}"
 
     def cells(self) -> dict[str, str]:
         """The layer's row in a table."""
@@ -275,7 +266,7 @@ class Spectrum(Result):
         figures = np.array([astuple(getattr(d, place)) for d in layers]).T
         odds = np.array([astuple(d.predicted or Share(math.nan, math.nan)) for d in layers]).T
         fell, agreement, change = figures[:3].mean(1).tolist()
-        conditional = _pooled(figures[3], odds[0]), _pooled(figures[4], odds[1])
+        conditional = share_where(figures[3], odds[0]), share_where(figures[4], odds[1])
         correlation = theory.rank_correlation([d.predicted_change for d in layers], figures[2])
         return Outcome(fell, agreement, change, *conditional, correlation)
 
@@ -348,6 +339,24 @@ class Spectrum(Result):
         return found
 
 
+def crossing_words(lam: complex, mu_min: float) -> str:
+    """Where a λ lies at which μ = 1 beats μ_min."""
+    bound = theory.sharpening_bound(mu_min)
+    where, end = ("beyond", "") if lam.real < bound else ("outside the disc over", " to 0")
+    return f"λ = {format_complex(lam)} lies {where} −2/(1+μ_min) = {bound:.3g}{end}"
+
+
+def warn_beyond_bound(crossing: Mapping[int, tuple[complex, float, str]], mu_min: str) -> None:
+    """Warn of layers with a λ outside the disc in which μ_min beats μ = 1: this λ, μ_min, and the layer's verdict."""
+    if crossing:
+        found = [f"{layer} ({crossing_words(lam, mu)}; {verdict})" for layer, (lam, mu, verdict) in crossing.items()]
+        warn(
+            f"H crosses the bound in layers {', '.join(found)}, with μ_min {mu_min}: for that eigenvalue μ = 1 beats "
+            "μ_min; the verdict is that of all. An Eigen with spectrum='bounded' or 'clipped' keeps Λ in [−1, 0]",
+            stacklevel=4,
+        )
+
+
 def _dash(text: str) -> str:
     """The text with a dash for what is not known, its base rate included."""
     return re.sub(r"\+?\bnan\b%?( \([^)]*\))?", "–", text)
@@ -357,10 +366,22 @@ def _mean(shares: Sequence[Share]) -> Share:
     return Share(*np.mean([astuple(share) for share in shares], axis=0).tolist())
 
 
-def _pooled(shares: Series, weights: Series) -> float:
-    """The share over all layers, from each layer's and from how often its condition was met."""
-    met = weights > 0
-    return float(np.average(shares[met], weights=weights[met])) if met.any() else math.nan
+def compare(change: Series, lean: Series, predicted: Series) -> Outcome:
+    """The measured log change of HFC/LFC per sample against the leaning (1 smoothing) and the predicted one, or NaN."""
+    moved = np.where(np.abs(change) <= theory.TIE, 0, -np.sign(change))  # 1 where it fell
+    return Outcome(
+        fell=float((moved > 0).mean()),
+        agreement=float(np.where(np.isnan(lean), math.nan, moved == lean).mean()),
+        change=float(change.mean()),
+        fell_if_smoothing=share_where(moved > 0, lean > 0),
+        rose_if_sharpening=share_where(moved < 0, lean < 0),
+        correlation=theory.rank_correlation(predicted, change),
+    )
+
+
+def share_where(event: NDArray[Any], met: NDArray[Any]) -> float:
+    """How often an event happens where its condition is met, of shares or truth values; NaN if it never is."""
+    return float(np.average(event[met > 0], weights=met[met > 0])) if (met > 0).any() else math.nan
 
 
 def _from_plain(value: Any) -> Any:

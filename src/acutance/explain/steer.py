@@ -1,16 +1,16 @@
 """Around `Eigen`: fold a steered model into a plain one, and see whether its spectrum does what its sign promises."""
 
 import copy
-import warnings
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from acutance import sites
-from acutance.errors import AcutanceError, AcutanceWarning
+from acutance.errors import AcutanceError
 from acutance.explain.read import with_data
-from acutance.explain.spectral_theory import format_complex, furthest_beyond, layer_smooths, sharpening_bound
+from acutance.explain.spectral_theory import furthest_beyond, layer_smooths, sharpening_bound
+from acutance.explain.spectrum import warn_beyond_bound
 from acutance.explain.weights import layer_spectrum
 from acutance.mitigations import Combined, Eigen, eigen_of
 from acutance.mitigations.base import parts_of
@@ -58,23 +58,12 @@ def check_spectrum(
     steered = [site for site in sites.find(sites.part_of(model, part)) if eigen_of(site.mitigation) is not None]
     spectra = {site: layer_spectrum(site, whole=True) for site in steered}
     layers = with_data(model, spectra, [batch], part) if batch is not None and spectra else spectra.values()
-    crossing: dict[int, complex] = {}
-    listed, smoothing = [], []
+    crossing = {}
     for layer in layers:
         assert layer.eigenvalues is not None, "all of them were asked for"
         every, mu = torch.from_numpy(layer.eigenvalues), mu_min if layer.dominance is None else layer.mu_min
         if (lam := furthest_beyond(every, mu)) is not None:
-            crossing[layer.layer] = lam
-            listed.append(f"{layer.layer} (λ = {format_complex(lam)}, bound {sharpening_bound(mu):.3g})")
-            verdict = layer.verdict if layer.dominance else "smoothing" if layer_smooths(every, mu) else ""
-            named = {"smoothing": f"{layer.layer}", "unknown": f"{layer.layer} (unknown)"}
-            smoothing += [named[verdict]] if verdict in named else []
-    if crossing:
-        words = (
-            f"layers {', '.join(listed)} cross the bound −2/(1 + μ_min), "
-            f"μ_min {f'taken as {mu_min:.3g}' if batch is None else 'as read on the batch'}: for that eigenvalue μ = 1 "
-            f"beats μ_min. Of these, smoothing as a whole: {', '.join(smoothing) or 'none'}. "
-            "spectrum='bounded' or 'clipped' keeps Λ in [−1, 0]"
-        )
-        warnings.warn(words, AcutanceWarning, stacklevel=2)
-    return crossing
+            verdict = layer.verdict if layer.dominance else "smoothing" if layer_smooths(every, mu) else "not smoothing"
+            crossing[layer.layer] = lam, mu, verdict
+    warn_beyond_bound(crossing, f"taken as {mu_min:.3g}" if batch is None else "as read on the batch")
+    return {layer: lam for layer, (lam, *_) in crossing.items()}

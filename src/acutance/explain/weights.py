@@ -5,7 +5,6 @@ In torch's layout H = W_proj W_V (dim × dim), and head h contributes H_h = W_pr
 """
 
 import os
-import warnings
 from collections.abc import Iterable
 from typing import Literal
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from acutance import sites
 from acutance.attention.products import repeat_heads
 from acutance.attention.spectra import arnoldi
-from acutance.errors import AcutanceError, AcutanceWarning, require_finite
+from acutance.errors import AcutanceError, require_finite, warn
 from acutance.explain.spectral_theory import Series
 from acutance.explain.spectrum import Eigenvalues, LayerSpectrum
 
@@ -43,12 +42,11 @@ def factors(site: sites.AttentionSite, norm: Norm = "fold") -> tuple[Tensor, Ten
     if gain is not None:
         projection = projection * read("the branch's gain", gain)[:, None, None]
     if site.post_norm() is not None:
-        words = (
+        warn(
             f"layer {site.layer} normalises what its attention adds ({type(site.post_norm()).__name__}): H says how "
             "tokens are mixed before that norm, not how much of it reaches the residual stream. Take the verdict from "
             "weights with caution; what is measured on data includes the norm"
         )
-        warnings.warn(words, AcutanceWarning, stacklevel=2)
     if weight is not None and norm == "fold":
         value = value * read("the pre-norm's weight", weight)
     state = "none" if weight is None else "folded" if norm == "fold" else "left out"
@@ -114,12 +112,11 @@ def arnoldi_hull(projection: Tensor, value: Tensor, *, layer: int) -> tuple[Eige
     ends = [int(np.abs(1 + values).argmax()), int(values.real.argmin()), int(values.real.argmax())]
     error = max(float(found.residuals[ends].max()), tolerance)
     if found.residuals.max() > tolerance:
-        words = (
+        warn(
             f"layer {layer}: the outermost eigenvalues of the whole H have not all converged in a Krylov space of "
             f"{found.size} vectors; the residual of those that count is {error:.1e}, wanted {tolerance:.1e}. "
             "explain(…, whole=True) finds all eigenvalues exactly"
         )
-        warnings.warn(words, AcutanceWarning, stacklevel=2)
     if len(left) < len(projection):  # the small product lacks zeros
         values = np.append(values, 0)
         values = values[hull_indices(values)]

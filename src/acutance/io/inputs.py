@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.nn.utils.rnn import pad_sequence
 
 from acutance.errors import AcutanceError, import_extra
+from acutance.measure.walk import map_tensors
 
 DEFAULT_TOKENS = 512  # a window of text, where the model's context would allow more
 SHORTEST = 2  # tokens of text in a window; a single one has nothing to be compared with
@@ -140,9 +141,7 @@ def image_batches(
 
 def of_dtype(made: Any, dtype: torch.dtype) -> Any:
     """A tensor, or those of a mapping, in this dtype unless they hold integers."""
-    if isinstance(made, Mapping):
-        return {name: of_dtype(value, dtype) for name, value in made.items()}
-    return made.to(dtype) if isinstance(made, Tensor) and made.is_floating_point() else made
+    return map_tensors(made, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def centre_crop(

@@ -3,7 +3,6 @@
 import importlib.util
 import re
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
@@ -17,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError, first_line, import_extra
+from acutance.errors import AcutanceError, MissingExtraError, first_line, import_extra, warn
 from acutance.io.inputs import LoadedModel, centre_crop
 from acutance.io.saving import listed, load
 from acutance.models import LanguageModel
@@ -92,8 +91,7 @@ def _transformers(name: str, head: bool) -> LoadedModel:
             model, report = kind.from_pretrained(place, config=config, output_loading_info=True, **options)
             # Poolers are left out: nothing after them is measured, and checkpoints often come without.
             if random := sorted(key for key in report["missing_keys"] if "pooler" not in key.split(".")):
-                message = f"{name} holds no {listed(random, 4)}: random there, as in an untrained model"
-                warnings.warn(message, AcutanceWarning, stacklevel=3)
+                warn(f"{name} holds no {listed(random, 4)}: random there, as in an untrained model", stacklevel=4)
 
     def part(kind: Any, what: str, **options: Any) -> Any:
         with _loading(f"the {what} of {name}", repository):

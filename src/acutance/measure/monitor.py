@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from acutance import distributed, sites
-from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError, import_extra
+from acutance.errors import AcutanceError, NonFiniteError, import_extra, warn
 from acutance.files.atomic import read_bytes
 from acutance.measure import measure
 from acutance.measure.profile import Profile
@@ -99,7 +98,7 @@ class Monitor:
         try:
             profile = self._read(self._step)
         except NonFiniteError as error:  # a monitor must not stop the training
-            warnings.warn(f"step {self._step} was not recorded: {error}", AcutanceWarning, stacklevel=2)
+            warn(f"step {self._step} was not recorded: {error}")
             return
         self.history.add(self._step, profile)
         for write in self._writers if distributed.rank_and_world_size()[0] == 0 else ():

@@ -136,7 +136,7 @@ def track(batches: Iterable[Any], progress: str | None, stack: ExitStack) -> Ite
         return batches
     columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     bar = stack.enter_context(Progress(*columns, console=console, transient=True))
-    return bar.track(batches, total=processes.length_of(batches), description=progress)
+    return bar.track(batches, description=progress)
 
 
 def feed(model: nn.Module, batch: Any) -> Any:

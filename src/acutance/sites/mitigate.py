@@ -1,7 +1,6 @@
 """mitigate: put a mitigation into a model in place, and take it out again."""
 
 import gc
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from acutance import sites
-from acutance.errors import AcutanceError, AcutanceWarning
+from acutance.errors import AcutanceError, warn
 from acutance.mitigations import Mitigation, as_mitigation
 from acutance.sites.structure import check_model, is_sharded
 from acutance.sites.transformers import note
@@ -68,12 +67,12 @@ def mitigate(
     undo = _install(model, [(site, chosen) for site in found if site.layer in wanted], pretrained=True)
     handle = Handle(chosen.spec, wanted, undo, [site.mitigation for site in found if site.mitigation is not None])
     if chosen.is_idle:
-        _warn(f"{chosen.spec} changes nothing: give it a strength other than 0")
+        warn(f"{chosen.spec} changes nothing: give it a strength other than 0")
     elif wanted == [1] and "first_values" in chosen.requires:
         advice = "Name later layers" if len(found) > 1 else "The model has no other attention layer"
-        _warn(f"{chosen.spec} in layer 1 alone: v⁰ is that layer's own v, so v⁰ − v changes nothing there. {advice}")
+        warn(f"{chosen.spec} in layer 1 alone: v⁰ is that layer's own v, so v⁰ − v changes nothing there. {advice}")
     if handle._parameters and _has_optimiser(model):
-        _warn(
+        warn(
             f"an optimiser of this model was made before, and does not know the {len(handle._parameters)} new "
             f"parameters of {chosen.spec}: give it handle.parameter_groups(lr), or make it after mitigate"
         )
@@ -92,10 +91,6 @@ def reinstate(model: nn.Module, record: Mapping[str, str]) -> None:
     _refuse_second(list(found.values()))
     # The parameters and the weights come from a file.
     _install(model, [(found[name], as_mitigation(spec)) for name, spec in record.items()], pretrained=False)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, AcutanceWarning, stacklevel=3)
 
 
 def _install(

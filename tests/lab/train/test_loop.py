@@ -238,7 +238,7 @@ def test_a_run_whose_spectrum_crosses_the_bound_is_warned_of_at_its_end(tmp_path
     """−ψ² beyond −2/(1 + μ_min), with μ_min as attention has it on the task's probe, or 0 where it has none."""
     built_with(monkeypatch, lambda model: [site.mitigation.psi.data.fill_(1.6) for site in ac.sites.find(model)])
     monkeypatch.setattr(ClassificationTask, "inputs", task.inputs)
-    with pytest.warns(AcutanceWarning, match=rf"layers 1 \(λ = -2\.56, bound -.*μ_min {how}"):
+    with pytest.warns(AcutanceWarning, match=rf"layers 1 \(λ = -2\.56 lies beyond .* = -.*μ_min {how}"):
         fit(tiny("loop.epochs=0.25", "optim.lr=1e-6", "task.model.mitigation=eigen:negative"), tmp_path / "run")
     assert (tmp_path / "run" / "model.safetensors").exists()
 
