@@ -1,8 +1,8 @@
-"""Why does a layer smooth or sharpen? The spectra of H and A decide (https://arxiv.org/abs/2401.04301).
+"""The spectra of H = W_projᵀ W_Vᵀ and A decide whether a layer smooths or sharpens (https://arxiv.org/abs/2401.04301).
 
-The attention branch maps tokens X to X + A X W_V W_proj, so vec(X) is multiplied by I + H⊗A with
-H = W_projᵀ W_Vᵀ, whose spectrum is {1 + λ_j μ_i}. If the largest of these belongs to μ = 1, the tokens drift
-towards one another; if it belongs to another μ, they do not.
+Here live what reads them, from weights alone or with data, the verdict on each layer, the papers' theorems as code, and
+`fold` and `check_spectrum` for an `Eigen`. Formulas of metrics and mitigations, charts, and what a single library needs
+belong in their own rooms.
 """
 
 from acutance.explain.read import explain
