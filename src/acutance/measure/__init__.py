@@ -1,6 +1,7 @@
-"""How alike are a model's tokens, layer by layer? `measure` says so once, `Monitor` during training.
+"""How alike a model's tokens are, layer by layer: `measure` says so once, `Monitor` while the model trains.
 
-`walk` is the one pass through a model, visitors read it on the way, and a `Profile` holds what they found.
+`walk` is the one pass through a model, visitors read it on the way, and a `Profile` holds what they found. Formulas
+belong to `metrics`, knowledge of libraries to `sites`, and reasons to `explain`: none of them may stand here.
 """
 
 from collections.abc import Iterable, Sequence
