@@ -203,6 +203,15 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return None if torch.cuda.is_available() else WithoutCuda.from_parent(parent, path=module_path)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip single tests that need a GPU where there is none."""
+    if item.get_closest_marker("cuda"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """With `pytest -n`, keep each file on one process: a page shares its names, a module its fixtures."""
     if getattr(config.option, "dist", "no") == "load":

@@ -9,10 +9,7 @@ from torch import Tensor
 
 from acutance.attention.operator import AttentionOperator
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 3e-3, torch.bfloat16: 3e-2}  # float32 may multiply in TF32
 

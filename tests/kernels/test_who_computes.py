@@ -239,7 +239,6 @@ def test_placement_is_that_of_the_first_number():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_tensor_elsewhere_is_refused_after_others_were_launched():
     from acutance.metrics.kernels.token_sums import token_sums
 

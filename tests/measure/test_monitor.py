@@ -25,11 +25,8 @@ def readings(monitor, *steps):
     return [monitor.history[step].readings for step in steps]
 
 
-GPU = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
 @pytest.mark.parametrize("between_forwards", [False, True])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_training_gives_the_same_bits_with_and_without(device, between_forwards):
     """The probe is moved to the model, and the device's generator, which dropout draws from, is left alone.
 

@@ -316,7 +316,6 @@ def test_nothing_as_large_as_the_attention_matrix_is_made(name, kernel, monkeypa
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("name", READ)
 def test_cuda_agrees_with_float64_on_the_cpu(name):
     def value(device, dtype):

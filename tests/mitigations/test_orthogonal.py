@@ -11,8 +11,6 @@ from parity.parity_formula import basis_of
 D = 24
 WIDE = 192  # ViT-Ti
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 def draw(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -107,7 +105,7 @@ def wide_theta(name, hardness):
     return hardness * start if name == "cayley" else start + hardness * draw(WIDE, WIDE, seed=4)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize(
     ("name", "hardness", "of_value", "of_gradient"),  # the bounds that the docstrings of the maps state
     [

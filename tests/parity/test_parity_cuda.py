@@ -25,7 +25,7 @@ WAYS = [
     for (kernel, precision), run, checkpointing, heads in product(KERNELS, RUNS, CHECKPOINTING, SUBJECTS[library].heads)
 ]
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.cuda
 
 
 @pytest.fixture(autouse=True)

@@ -69,7 +69,6 @@ def test_the_pipeline_is_one_graph():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_pipeline_compiles_for_a_device():
     """That it never waits for one is seen of a task's batches."""
     images, labels = (part.cuda() for part in some())

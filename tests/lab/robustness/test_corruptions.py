@@ -251,7 +251,6 @@ def test_what_does_not_exist_is_refused_by_name():
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_every_device_sees_the_same_draws(name):
     images = pictures(20)

@@ -130,7 +130,6 @@ def test_what_does_not_fit_is_refused_before_training(folder, make, changes, wor
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_no_batch_waits_for_the_device_nor_the_first_of_an_epoch():
     made = task(classification(None), device="cuda")
     batches = made.batches(16, made.steps_per_epoch(16) - 2, BatchSlice())
