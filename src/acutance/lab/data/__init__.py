@@ -1,4 +1,4 @@
-"""Data in the layouts its users already have, and what is done to it before a model sees it."""
+"""Data sets in their usual layouts, and what happens to them before a model sees them."""
 
 from acutance.lab.data.images import IMAGE_SETS, Images, Split, digits, load_images
 from acutance.lab.data.segmentation import SegmentationSet, load_segmentation

@@ -1,6 +1,6 @@
 """Augmentation of batches on the device. Random numbers are drawn first, so that the rest can be compiled.
 
-Rows 2j and 2j + 1 are mixed with each other: a batch is a random choice of images, and a pair stays within one process.
+Rows 2j and 2j + 1 are mixed with each other. The order is random anyway, and a pair stays within one process.
 """
 
 import math
@@ -16,26 +16,26 @@ from acutance.errors import AcutanceError, ShapeError
 from acutance.lab.data.rand_augment import OPERATIONS, pick, rand_augment, rand_draws
 
 SMALLEST, LARGEST = 0.02, 1 / 3  # of the area
-FLATTEST = 0.3  # height over width, down to this and up to its inverse
+FLATTEST = 0.3  # height / width lies between this and its inverse
 ATTEMPTS = 10
 MASK = 0xFFFFFFFF  # 32 bits
-GOLDEN = 0x9E3779B9 - 2**32  # any number that sets two uses of a hash apart; the golden ratio's bits
+GOLDEN = 0x9E3779B9 - 2**32  # the golden ratio's bits; any number that tells two uses of a hash apart would do
 
 
 @dataclass(frozen=True)
 class AugmentConfig:
     """What happens to a batch on the device, in this order. Everything is off unless asked for."""
 
-    crop_pad: int = 0  # pixels of black around an image, of which a window of the old size is cut at random
+    crop_pad: int = 0  # black pixels added around an image before a window of the old size is cut out at random
     flip: float = 0.0  # probability of a mirror image
     rand_layers: int = 0  # RandAugment: operations per image
     rand_magnitude: float = 9.0  # of 10
     rand_magnitude_std: float = 0.5
     rand_probability: float = 0.5  # of each operation
     erase: float = 0.0  # probability that a rectangle becomes noise
-    mixup: float = 0.0  # α of Beta(α, α); 0 never mixes
-    cutmix: float = 0.0  # α of Beta(α, α); 0 never cuts
-    switch: float = 0.5  # probability of cutmix where both are on
+    mixup: float = 0.0  # α of Beta(α, α); 0 turns it off
+    cutmix: float = 0.0  # α of Beta(α, α); 0 turns it off
+    switch: float = 0.5  # probability of cutmix if both are on
     mix_probability: float = 1.0  # that a batch is mixed at all
     smoothing: float = 0.0  # of the labels
 
@@ -53,9 +53,9 @@ class AugmentConfig:
         return self.mixup > 0 or self.cutmix > 0
 
 
-# rand-m9-mstd0.5-inc1 and the rest of https://arxiv.org/abs/2012.12877; the random resized crop is made on decoding.
+# rand-m9-mstd0.5-inc1 and the rest of https://arxiv.org/abs/2012.12877, without the random resized crop (see imagenet).
 DEIT = AugmentConfig(flip=0.5, rand_layers=2, erase=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1)
-# Up to 32×32, DeiT's code cuts a window out of the padded image instead.
+# For images up to 32×32, DeiT's code replaces that crop by a window of the padded image.
 DEIT_SMALL_IMAGES = replace(DEIT, crop_pad=4)
 
 
@@ -70,12 +70,13 @@ class Draws(NamedTuple):
     sign: Tensor  # (batch, layers): 0 or 1
     erase: Tensor  # (batch, 5, attempts), 0 to 1: area, aspect, top, left, whether at all
     erase_seed: Tensor  # (batch,): 32 bits
-    mix: Tensor  # (batch, 3), 0 to 1: mixup or CutMix, the centre of a rectangle; as in DeiT, one draw for all rows
-    # and, where it is not certain, whether to mix at all
+    # (batch, 3 or 4), 0 to 1: mixup or CutMix, the centre of a rectangle and, unless it is certain, whether to mix at
+    # all. As in DeiT, all rows share one draw.
+    mix: Tensor
     keep: Tensor  # (batch, 2): from mixup's and CutMix's Beta
 
     def rows(self, chosen: slice) -> "Draws":
-        """The draws of these rows: the same as if the whole batch were augmented, then cut."""
+        """The draws of these rows. They give what augmenting the whole batch would give in these rows."""
         return Draws(*(part[chosen] for part in self))
 
 
@@ -109,7 +110,7 @@ class Augment:
             torch.rand(5, count, ATTEMPTS, **to).transpose(0, 1),
             torch.randint(MASK, (count,), **to),
             torch.rand(self._mix_draws, **to).expand(count, self._mix_draws),
-            # As torch.distributions.Beta, which takes no generator.
+            # What torch.distributions.Beta does; that takes no generator.
             torch._sample_dirichlet(self._betas, generator)[:, 0].expand(count, 2),
         )
 
@@ -184,7 +185,7 @@ def random_erasing(images: Tensor, boxes: Tensor, seeds: Tensor) -> Tensor:
 def normal_noise(seeds: Tensor, like: Tensor) -> Tensor:
     """Normal numbers in the shape of `like`, each row a function of its seed (batch,) alone.
 
-    So rows of a batch get the noise that the whole batch would get there, and no generator is needed on the way.
+    Some rows of a batch therefore get the same noise as in the whole batch, and no generator is needed.
     """
     places = torch.arange(math.prod(like.shape[1:]), device=like.device, dtype=torch.int32)
     first = _scramble(_scramble(seeds.int())[:, None] ^ places)

@@ -1,8 +1,8 @@
 """ImageNet as a tree of folders or as shards, and the crops that DeiT trains and evaluates on.
 
 Shards are tar files as webdataset writes them. Each sample is two neighbouring members, `<key>.jpg` and `<key>.cls`
-(the label in digits). The tar files are not unpacked: their headers are read once, and samples from where they lie. The
-index of `part-0.tar` is kept beside it as `.part-0.tar.index.json`, where one may write there.
+(the label in digits). The tar files are not unpacked. Their headers are read once, and each sample is read at its
+offset. The index of `part-0.tar` is kept beside it as `.part-0.tar.index.json`, if the folder is writable.
 """
 
 import json
@@ -39,10 +39,10 @@ HELD_OUT_EVERY = 100  # one image in a hundred of each class: about 12,800 of Im
 AREA = (0.08, 1.0)  # of the image
 ASPECT = (3 / 4, 4 / 3)  # width over height
 RESIZE_OVER_CROP = 256 / 224  # evaluation scales the short side to 256 and cuts out the middle 224
-SHARDS_AT_ONCE = 16  # images are shuffled among so many shards, which are read side by side
+SHARDS_AT_ONCE = 16  # images are shuffled within groups of this many shards
 READERS = 8
 MOST_CLASSES = 10**6
-LONGEST_LABEL = 16  # digits, and what may stand around them
+LONGEST_LABEL = 16  # characters: digits and white space
 FORMAT = "acutance-shard/2"
 SHARDS = Source(
     "webdataset shards",
@@ -54,11 +54,11 @@ Entry = tuple[str, int, int, int]  # an image's key, offset, size and label
 
 
 class ImageFolder:
-    """Images in `root/train/<class>/` and `root/val/<class>/`; nothing is decoded before it is asked for.
+    """Images in `root/train/<class>/` and `root/val/<class>/`, decoded only when asked for.
 
     "test" is the folder val/; "val" is one image in `every` of each class of train/, by file name. None takes `root`
-    itself as a folder of classes. A label is the place of a folder among the others, so val/ must have the folders of
-    train/. Hidden ones are skipped.
+    itself as a folder of classes. A label is a folder's position by name, so val/ must have the same folders as train/.
+    Hidden files and folders are skipped.
     """
 
     def __init__(self, root: Path | str, split: SplitName | None, *, every: int = HELD_OUT_EVERY) -> None:
@@ -98,19 +98,19 @@ def choose(labels: Tensor, split: SplitName | None, every: int, place: Path | st
 
 
 def _visible(folder: Path, wanted: Callable[[Path], bool]) -> list[Path]:
-    """Without hidden files, which systems and tools leave behind: .cache/, ._n01440764_18.JPEG."""
+    """What is wanted, sorted, without hidden files that tools leave behind: .cache/, ._n01440764_18.JPEG."""
     return [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and wanted(path)]
 
 
 def _is_class(path: Path) -> bool:
-    """A link that leads nowhere may have been a class: without it all that follow would have other labels."""
+    """Refuses a broken link: it may have been a class, and without it all later classes would have other labels."""
     if path.is_symlink() and not path.exists():
-        raise IMAGENET.damaged(path, "it is a link that leads nowhere")
+        raise IMAGENET.damaged(path, "it is a broken link")
     return path.is_dir()
 
 
 def _refuse_other_classes(folder: Path, found: set[str], train: Path) -> None:
-    """One folder more or less would move the labels of all that follow it, and every score would be wrong."""
+    """An extra or missing folder would shift the labels of all later classes, and every score would be wrong."""
     expected = {path.name for path in _visible(train, _is_class)}
     for names, what in ((sorted(expected - found), "missing"), (sorted(found - expected), "not in train/")):
         if names:
@@ -127,7 +127,7 @@ def random_resized_crop(image: Image, size: int, random: np.random.Generator) ->
 
 
 def random_part(width: int, height: int, random: np.random.Generator) -> tuple[int, int, int, int]:
-    """Left, top, width and height of a part with a random area and aspect; if ten do not fit, one in the middle."""
+    """Left, top, width and height of a part with a random area and aspect. If ten do not fit, a part in the middle."""
     for _ in range(10):
         area = random.uniform(*AREA) * width * height
         aspect = math.exp(random.uniform(math.log(ASPECT[0]), math.log(ASPECT[1])))
@@ -140,7 +140,7 @@ def random_part(width: int, height: int, random: np.random.Generator) -> tuple[i
 
 
 def centre_crop(image: Image, size: int) -> Image:
-    """The middle size × size of the image, bicubically scaled to a short side of 256/224 of that."""
+    """Scale the image's short side to 256/224 of `size` (bicubic), then cut out the middle size × size."""
     short = int(size * RESIZE_OVER_CROP)
     width, height = image.size
     scaled = (short, int(short * height / width)) if width <= height else (int(short * width / height), short)
@@ -149,10 +149,10 @@ def centre_crop(image: Image, size: int) -> Image:
 
 
 class WebShards:
-    """Images of shards whose path has {000..146} or * in its name.
+    """Images in shards, whose pattern may hold {000..146} or *.
 
-    "val" is one image in `every` of each class, in the order of the shards; "test" and None are all of them. `classes`
-    are numbered from 0; None takes the highest label seen.
+    "val" is one image in `every` of each class, in the order of the shards; "test" and None are all images. Labels run
+    from 0 to `classes` − 1; None takes the highest label that occurs as the last.
     """
 
     def __init__(
@@ -160,12 +160,12 @@ class WebShards:
     ) -> None:
         self.paths = list(expand(pattern))
         indices = _indices(self.paths)
-        # Arrays, not a million objects: those would be copied into every worker that only looks at them.
+        # Arrays, not a million objects: a worker that only reads an object copies its memory.
         entries = ((key, shard, *place) for shard, index in enumerate(indices) for key, *place in index)
         keys, *columns = zip(*entries, strict=True)
         *places, labels = torch.tensor(columns)  # shard, offset, size
         low, high = int(labels.min()), int(labels.max())
-        if classes is not None and high >= classes:  # which fails deep within the loss, on a GPU without saying why
+        if classes is not None and high >= classes:  # the loss would fail, and on a GPU it would not say why
             from_1 = low > 0 and high == classes
             hint = "they seem to count from 1: take 1 from each" if from_1 else "set task.model.num_classes"
             labelled = f"labels from {low} to {high} for {classes} classes, which are numbered 0 to {classes - 1}"
@@ -229,7 +229,7 @@ def expand(pattern: str) -> Iterator[Path]:
 
 
 def _indices(paths: Sequence[Path]) -> list[list[Entry]]:
-    """Of each shard. Processes begin at different ones and use the indices that others have written meanwhile."""
+    """The index of each shard. Processes start at different shards and use what others have written meanwhile."""
     rank, world = processes.rank_and_world_size()
     first = rank * len(paths) // world
     turn = [*paths[first:], *paths[:first]]
@@ -239,7 +239,7 @@ def _indices(paths: Sequence[Path]) -> list[list[Entry]]:
 
 
 def _index(path: Path) -> list[Entry]:
-    """The kept index, if the tar file is still the same; else its headers are read, and the result is kept."""
+    """The saved index, if the tar file has not changed since. Otherwise its headers are read and the result saved."""
     with SHARDS.reading(path):
         status = path.stat()
     made_of = [status.st_size, status.st_mtime_ns]
@@ -258,7 +258,7 @@ def _index(path: Path) -> list[Entry]:
 def _read_headers(path: Path) -> list[Entry]:
     images: dict[str, tarfile.TarInfo] = {}
     labels: dict[str, int] = {}
-    errors = tarfile.TarError, ValueError, RecursionError, MemoryError  # the latter two of headers upon headers
+    errors = tarfile.TarError, ValueError, RecursionError, MemoryError  # the last two: endless chains of headers
     with SHARDS.reading(path, *errors), tarfile.open(path, "r:") as archive:
         for member in archive:
             folder, slash, file = member.name.rpartition("/")
@@ -279,9 +279,9 @@ def _read_headers(path: Path) -> list[Entry]:
 
 
 def _label(archive: tarfile.TarFile, member: tarfile.TarInfo) -> int:
-    """The number of a class, which lists as long as that follow."""
+    """The number of a class. It has a limit, since lists of that length are made from it."""
     content = cast(IO[bytes], archive.extractfile(member)).read(LONGEST_LABEL + 1)
     label = int(content) if len(content) <= LONGEST_LABEL else MOST_CLASSES
     if not 0 <= label < MOST_CLASSES:
-        raise ValueError(f"{member.name!r} holds {content!r}, no number from 0 to {MOST_CLASSES - 1}")
+        raise ValueError(f"{member.name!r} holds {content!r}, not a number from 0 to {MOST_CLASSES - 1}")
     return label

@@ -204,13 +204,13 @@ IMAGE_SETS: Mapping[str, Callable[[Path, bool], Part]] = {
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """How protocols 0 to 2 spell bytes."""
+    """Protocols 0 to 2 store bytes as text in Latin-1."""
     if encoding not in ("latin1", "latin-1"):
-        raise pickle.UnpicklingError(f"bytes spelt in {encoding!r}")
+        raise pickle.UnpicklingError(f"bytes encoded as {encoding!r}")
     return text.encode("latin1")
 
 
-# What the pickles of arrays call, under the names of NumPy 1 and 2; none of it runs anything but itself.
+# What pickled arrays call, by the names of NumPy 1 and 2. None of these can run other code.
 ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
@@ -228,7 +228,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def load_plain(content: bytes) -> Any:
-    """What a pickle holds, bytes for Python 2's strings; `pickle.UnpicklingError` if it is damaged or asks for code."""
+    """What a pickle holds, with Python 2's strings as bytes; `UnpicklingError` if it is damaged or asks for code."""
     try:
         return _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
     except pickle.UnpicklingError:

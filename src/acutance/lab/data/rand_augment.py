@@ -1,7 +1,7 @@
 """RandAugment with DeiT's operations and magnitudes (https://arxiv.org/abs/1909.13719, rand-m9-mstd0.5-inc1).
 
-Each layer is one affine map, one table look-up and one blend for the whole batch; an image with an operation of another
-kind passes through with an identity, exactly. The arithmetic is Pillow's, value for value. Images are (batch, channels,
+Each layer applies one affine map, one table look-up and one blend to the whole batch. Where an image's operation is of
+another kind, it gets the exact identity. The arithmetic is Pillow's, value for value. Images are (batch, channels,
 height, width) floats that hold whole numbers from 0 to 255.
 """
 
@@ -37,7 +37,7 @@ def rand_draws(
 
 
 def rand_augment(images: Tensor, draws: RandDraws, fill: Tensor) -> Tensor:
-    """Each image through its operations; affine maps show `fill` (channels,) outside, in DeiT the rounded mean."""
+    """Apply each image's operations. Affine maps fill the outside with `fill` (channels,): in DeiT the rounded mean."""
     for layer in range(draws.operation.shape[1]):
         operation, magnitude, sign = (part[:, layer] for part in draws)
         share = magnitude / HIGHEST
@@ -56,7 +56,7 @@ def _is(operation: Tensor, name: str) -> Tensor:
 
 
 def _matrices(operation: Tensor, level: Tensor, images: Tensor) -> Tensor:
-    """The affine map of each image (batch, 2, 3); up to 30°, a shear of 0.3, a shift of 0.45 of the side."""
+    """The affine map of each image (batch, 2, 3), up to 30°, a shear of 0.3 and a shift of 0.45 of the side."""
     height, width = images.shape[-2:]
 
     def only(name: str, amount: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def _matrices(operation: Tensor, level: Tensor, images: Tensor) -> Tensor:
 
     angle = only("rotate", -level * math.radians(30))
     cosine, sine = angle.cos(), angle.sin()
-    x, y = width / 2, height / 2  # the centre, about which is rotated
+    x, y = width / 2, height / 2  # the centre of the rotation
     shift_x = only("translate_x", level * (0.45 * width)) + (1 - cosine) * x - sine * y
     shift_y = only("translate_y", level * (0.45 * height)) + (1 - cosine) * y + sine * x
     shear_x, shear_y = only("shear_x", level * 0.3), only("shear_y", level * 0.3)
@@ -104,13 +104,13 @@ def _cubic(v: list[Tensor], t: Tensor) -> Tensor:
 
 
 def pick(images: Tensor, index: Tensor) -> Tensor:
-    """For each pixel the one at a flat place in its image; `index` is (batch, height, width)."""
+    """For each pixel, the pixel at a flat index of the same image; `index` is (batch, height, width)."""
     places = index.flatten(1)[:, None].expand(-1, images.shape[1], -1)
     return images.flatten(2).gather(2, places).view_as(images)
 
 
 def _tables(images: Tensor, operation: Tensor, share: Tensor, factor: Tensor) -> Tensor:
-    """What becomes of each of 256 values (batch, channels, 256); the identity where the operation is none of these."""
+    """The new value of each of 256 values (batch, channels, 256); other operations get the identity."""
     values = torch.arange(256, device=images.device, dtype=images.dtype)[None, None]
     dropped = 8 - (4 - (share * 4).floor()).long()  # bits
     pixels = images.shape[-2] * images.shape[-1]
@@ -145,7 +145,7 @@ def _auto_contrast(images: Tensor, values: Tensor) -> Tensor:
 def _equalise(images: Tensor, values: Tensor) -> Tensor:
     """Each channel's histogram made flat."""
     flat = images.flatten(2).long()
-    # In 32 bits inductor makes the histogram itself; in 64 it would write index and summand of every pixel for ATen.
+    # In 32 bits inductor makes the histogram itself. In 64 it would write each pixel's index and summand for ATen.
     histogram = torch.zeros(*flat.shape[:2], 256, dtype=torch.int32, device=images.device)
     histogram.scatter_add_(2, flat, torch.ones_like(flat, dtype=torch.int32))
     of_highest = histogram.gather(2, flat.amax(2, keepdim=True))
@@ -157,7 +157,7 @@ def _equalise(images: Tensor, values: Tensor) -> Tensor:
 
 
 def _grey(images: Tensor) -> Tensor:
-    """Pillow's luma (batch, 1, height, width); one channel is its own. Exact in float32: nothing passes 2²⁴."""
+    """Pillow's luma (batch, 1, height, width); a single channel stays. Exact in float32: nothing exceeds 2²⁴."""
     if images.shape[1] == 1:
         return images
     red, green, blue = images[:, :1], images[:, 1:2], images[:, 2:]
@@ -165,7 +165,7 @@ def _grey(images: Tensor) -> Tensor:
 
 
 def _blend(degenerate: Tensor, images: Tensor, factor: Tensor) -> Tensor:
-    """From the degenerate (0) over the image (1) and beyond, cut off to whole numbers as Pillow's `blend` does."""
+    """The degenerate at factor 0, the image at 1, extrapolated beyond; clipped and truncated like Pillow's `blend`."""
     return (degenerate + factor * (images - degenerate)).clamp(0, 255).floor()
 
 

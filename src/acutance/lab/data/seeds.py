@@ -1,4 +1,4 @@
-"""Randomness as a function of numbers, such as (seed, step): nothing about the past has to be remembered."""
+"""Randomness as a function of numbers such as (seed, step), so that no random state has to be saved."""
 
 import numpy as np
 import torch

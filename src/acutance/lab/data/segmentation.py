@@ -79,8 +79,8 @@ class SegmentationSet(Sequence[tuple[Tensor, Tensor]]):
 def load_segmentation(name: str, data_dir: Path | str | None, split: SplitName) -> SegmentationSet:
     """ "camvid" or "ade20k" from the folder in which it has its usual layout.
 
-    CamVid has its own train, val and test frames. Of ADE20K, "val" is every twentieth training image by name, and
-    "test" the validation images, by which results are reported.
+    CamVid has its own train, val and test frames. ADE20K's "val" is every twentieth training image by name. Its "test"
+    is the official validation set, on which results are reported.
     """
     readers = {"camvid": _camvid, "ade20k": _ade20k}
     folder = data_folder("segmentation data set", name, readers, data_dir, split)
@@ -134,8 +134,8 @@ def _ade_classes(root: Path) -> tuple[str, ...]:
 class SegmentationCrops:
     """Random crops (3, crop, crop) with their classes (crop, crop), for `stream.training_batches`.
 
-    A ratio of 1 scales an image to the longest and the shortest side in `scale`, proportions kept; Segmenter's is
-    (2048, 512) for ADE20K. Images smaller than a crop are padded with the mean colour, which is 0 once normalised.
+    At ratio 1 an image is scaled to fit the longest and shortest side in `scale`, keeping its proportions; Segmenter
+    has (2048, 512) for ADE20K. Images smaller than a crop are padded with the mean colour, which normalises to 0.
     """
 
     images: SegmentationSet
@@ -146,7 +146,7 @@ class SegmentationCrops:
         return len(self.images)
 
     def sample(self, index: int, random: np.random.Generator | None) -> tuple[Bytes, Labels]:
-        """One crop; evaluation has no crops, but slides over the whole image."""
+        """One random crop. Evaluation slides over whole images instead."""
         if random is None:
             raise ValueError("crops are random: read the whole images of the data set for evaluation")
         image, label = (part.numpy() for part in self.images[index])
@@ -162,9 +162,9 @@ class SegmentationCrops:
 
 
 def rescale(image: Bytes, label: Labels, sides: tuple[float, float]) -> tuple[Bytes, Labels]:
-    """To the largest size whose longer and shorter side are within `sides`; bilinear, the classes by nearest pixel."""
+    """Scale to the largest size that fits `sides`: the image bilinearly, the classes by nearest pixel."""
     height, width = label.shape
-    # Whole numbers first, as the public code has them.
+    # Truncated first, as in the public code.
     factor = min(int(max(sides)) / max(height, width), int(min(sides)) / min(height, width))
     size = (int(width * factor + 0.5), int(height * factor + 0.5))
     Image = pillow()
@@ -211,7 +211,7 @@ def photometric(image: Bytes, random: np.random.Generator) -> Bytes:
 
 
 def whole_values(values: npt.NDArray[np.floating]) -> Floats:
-    """Cut off to 0…255 and to whole numbers."""
+    """Clip to 0…255 and round down."""
     return np.asarray(np.floor(np.clip(values, 0, 255)), np.float32)
 
 

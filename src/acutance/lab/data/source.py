@@ -1,7 +1,7 @@
 """Reading a data set's files, and its splits.
 
-Errors name the file that is missing or damaged, the layout, and where to get it. Splits follow a rule that counts the
-images of each class in the data set's order, from 0: an image's *rank* in its class.
+Errors name the missing or damaged file, the expected layout and where to get the data. Splits go by an image's *rank*:
+its number within its class, from 0, in the data set's order.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ from acutance.lab.data.seeds import generator
 
 Image: TypeAlias = Any  # Pillow's, which is optional
 Bytes = npt.NDArray[np.uint8]
-# "val" is a slice of the training set to choose by, "train" the rest, "all" both; no choice may rest on "test".
+# "val" is a slice of the training set for choices, "train" the rest, "all" both. Make no choice on "test".
 SplitName = Literal["train", "val", "all", "test"]
 HELD_OUT_EVERY = 10
 
@@ -50,7 +50,7 @@ class Source:
 
     @contextmanager
     def reading(self, path: Path, *errors: type[Exception]) -> Iterator[None]:
-        """Inside, these errors and those of the system say that the file is damaged, or not there."""
+        """Turn these errors, and those of the system, into one that says the file is damaged or missing."""
         known: tuple[type[Exception], ...] = (OSError, *errors)
         try:
             yield
@@ -60,7 +60,7 @@ class Source:
             raise self.damaged(path, error) from error
 
     def image(self, content: Path | bytes, place: Path | str = "", *, colour: bool = True) -> Image:
-        """An image from a file, or from bytes out of some place, as RGB unless `colour` is false."""
+        """An image from a file or from bytes, which errors call `place`; as RGB unless `colour` is false."""
         place = content if isinstance(content, Path) else place
         try:
             return decode(content, place=place, colour=colour)

@@ -1,4 +1,4 @@
-"""Batches of data too large for memory, decoded in worker processes; each a function of (seed, step) alone."""
+"""Batches of data too large for memory, decoded in worker processes. A batch depends on (seed, step) alone."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def sample(self, index: int, random: np.random.Generator | None) -> tuple[Any, Any]:
-        """Made random by a generator; without one as evaluation wants it."""
+        """Augmented with a generator; without one, as evaluation needs it."""
 
 
 def training_batches(
@@ -36,10 +36,10 @@ def training_batches(
     workers: int = 0,
     device: torch.device | str = "cpu",
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """These rows of global batch `first_step`, the next, and so on without end; nothing before it is read.
+    """These rows of global batch `first_step`, the next, and so on without end. Earlier batches are not read.
 
-    `order` gives the samples of an epoch; an incomplete last batch is left out. A sample is made random by the seed,
-    the step and its row in the global batch, so batches are the same for any number of `workers` (which decode).
+    `order` gives the samples of an epoch; an incomplete last batch is left out. A sample is augmented by the seed, the
+    step and its row in the global batch, so batches are the same for any number of `workers`, which decode.
     """
 
     def tickets() -> Iterator[list[Ticket]]:
@@ -51,7 +51,7 @@ def training_batches(
 
 
 def visits(order: Callable[[int], Tensor], batch_size: int, first_step: int) -> Iterator[Tensor]:
-    """The indices of global batch `first_step`, the next, and so on, by the order of each epoch."""
+    """The indices of global batch `first_step`, the next, and so on, in the order of each epoch."""
     epoch = order(0)
     steps = len(epoch) // batch_size
     if steps == 0:
@@ -71,7 +71,7 @@ def evaluation_batches(
     workers: int = 0,
     device: torch.device | str = "cpu",
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """All samples (or those at some indices) once and in order, the last batch perhaps smaller."""
+    """All samples, or those at `indices`, once and in order. The last batch may be smaller."""
     wanted = range(len(samples)) if indices is None else indices
     starts = range(0, len(wanted), batch_size)
     tickets = ([(index, None) for index in wanted[start : start + batch_size]] for start in starts)
@@ -81,7 +81,7 @@ def evaluation_batches(
 def repeated(order: Tensor, batch_size: int, repeats: int = REPEATS) -> Tensor:
     """Repeated augmentation: an epoch of a third of the samples, three times each (https://arxiv.org/abs/1902.05509).
 
-    The repetitions share a batch, but stand a third of it apart: rows that are mixed in pairs are different images.
+    Repetitions share a batch but lie a third of it apart, so rows that are mixed in pairs are different images.
     """
     batches = order.repeat_interleave(repeats)[: len(order) // batch_size * batch_size].view(-1, batch_size)
     return torch.cat([batches[:, start::repeats] for start in range(repeats)], 1).flatten()
@@ -98,7 +98,7 @@ class _Decoder(Dataset[Any]):
         try:
             made = [sample(index, None if seed is None else rng(seed)) for index, seed in tickets]
         except AcutanceError as error:
-            return error  # raised in a worker process, its line would be buried under a traceback
+            return error  # an error raised in a worker process is buried under a traceback
         return [torch.from_numpy(np.stack(arrays)) for arrays in zip(*made, strict=True)]
 
 

@@ -1,7 +1,7 @@
 """Word-level text: WikiText-103 and WikiText-2 as token files, counted as the public code counts.
 
-Each line is split at white space and ends in <eos>, empty lines too. <eos> is number 0; the other words follow by their
-frequency in the training file, as adaptive softmax wants them; words that only the other files have come last.
+Each line, also an empty one, is split at white space and ends in <eos>. <eos> is number 0. The other words follow by
+their frequency in the training file, as adaptive softmax needs them. Words found only in the other files come last.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ END = "<eos>"
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text in numbers; a number's word is `vocabulary[number]`."""
+    """A text as numbers; `vocabulary[number]` is the word."""
 
     name: str
     train: Tensor  # int64, one dimension
@@ -48,7 +48,7 @@ def load_corpus(name: str, data_dir: Path | str | None) -> Corpus:
 
 
 def corpus_files(name: str, data_dir: Path | str | None) -> list[Path]:
-    """The files of a corpus for training, validation and test; all of them are there."""
+    """The files of a corpus for training, validation and test. A missing one is refused."""
     source = _source(name)
     folder = source.folder(data_folder("corpus", name, CORPORA, data_dir) / name)
     paths = [folder / f"wiki.{part}.tokens" for part in ("train", "valid", "test")]
@@ -66,7 +66,7 @@ def _source(name: str) -> Source:
 
 def _lines(path: Path, name: str) -> Iterator[list[str]]:
     """The words of each line. WikiText-103's training file is half a gigabyte, hence line by line."""
-    # A carriage return ends no line.
+    # A carriage return does not end a line.
     with _source(name).reading(path, UnicodeDecodeError), path.open(encoding="utf-8", newline="\n") as file:
         for line in file:
             yield line.split()

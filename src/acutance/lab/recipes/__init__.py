@@ -1,6 +1,6 @@
-"""Recipes: one function each, whose docstring says what to expect, at what cost, and by which command.
+"""Recipes. Each is a function whose docstring says what to expect, what it costs and which command runs it.
 
-Every public function of a file in this folder is one. `acutance train --list` shows the first line of its docstring.
+Every public function in this folder's files is a recipe. `acutance train --list` shows the first line of its docstring.
 """
 
 import os
@@ -37,7 +37,7 @@ def summary(name: str) -> str:
 def configured(
     name: str | None, assignments: Sequence[str], out: Path | None = None, *, resume: bool = False
 ) -> tuple[Run, Config]:
-    """A run and its configuration, with changes: of a recipe, or as it was begun in `out` to go on with it."""
+    """A run and its configuration with these assignments: the recipe's, or with `resume` that of the run in `out`."""
     _refuse_tasks_of_srun()
     if name is None and not resume:
         raise AcutanceError(f"name a recipe: {', '.join(names())} (--list says what they are)")
@@ -55,7 +55,7 @@ def configured(
 
 
 def _refuse_tasks_of_srun() -> None:
-    """They know nothing of each other, and each would train the whole run."""
+    """Refuse several tasks of srun without torchrun: each would train the whole run."""
     tasks = int(os.environ.get("SLURM_NTASKS", "1"))
     if tasks > 1 and "SLURM_PROCID" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ:
         raise AcutanceError(

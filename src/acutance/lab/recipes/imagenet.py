@@ -16,13 +16,14 @@ def deit_tiny() -> Config:
     Published (https://arxiv.org/abs/2312.00751): 72.17 % top-1, 91.02 % top-5; with NeuTRENO 73.01 / 91.56, with
     FeatScale 72.35 / 91.22, with both 73.23 / 91.73. Not measured here yet.
 
-    Differences to DeiT's public code: bfloat16 in place of float16 with loss scaling; the rate moves at the start of
-    each epoch, without that code's quirk of running the first two at the warm-up's start. All training images are used,
-    the held-out slice too, since nothing is chosen; the score to report is that of the last weights on the test set.
+    Differences from DeiT's public code: bfloat16 replaces float16 with loss scaling, and the learning rate changes at
+    the start of each epoch (DeiT's code runs the first two epochs at the warm-up's initial rate). All training images
+    are used, the held-out slice too, since nothing is chosen. Report the score of the last weights on the test set.
 
-    Needs ImageNet (train/ and val/, a folder per class, or shards) and GPUs: 384 million images go forward and back.
-    Time: not measured. Divide the images by the images/s of your GPU (`acutance bench --only steps-224`, batch over
-    time of a step), and by the number of GPUs; decoding may be slower, and `acutance train` shows the time left.
+    Needs ImageNet (train/ and val/ with a folder per class, or shards) and GPUs, for 384 million images seen.
+    Time: not measured. To estimate it, divide the images by the number of GPUs and by the images/s of one
+    (`acutance bench --only steps-224`, batch over time of a step). Decoding may be slower than that; `acutance train`
+    shows the time left.
 
         acutance train deit_tiny --data-dir /data/imagenet
         acutance train deit_tiny --data-dir /data/imagenet --set task.model.mitigation=neutreno:0.6
@@ -46,7 +47,7 @@ def deit_small() -> Config:
     Published (https://arxiv.org/abs/2312.00751): 79.97 % top-1, 95.05 % top-5; with NeuTRENO 80.68 / 95.30, with
     FeatScale 79.96 / 95.06. Not measured here yet.
 
-    Needs what `deit_tiny` needs, for some four times the parameters. Time: not measured, and no bench has this size.
+    Needs what `deit_tiny` needs, for about four times the parameters. Time: not measured, and no bench has this size.
 
         acutance train deit_small --data-dir /data/imagenet
         acutance train deit_small --data-dir /data/imagenet --set task.model.mitigation=neutreno:0.6
@@ -69,14 +70,14 @@ def deit_tiny_symmetric() -> Config:
 
 
 def deit_tiny_adapt() -> Config:
-    """NeuTRENO put into a trained DeiT-tiny, which is trained on for a third of the epochs: NeuTRENO's Table 1.
+    """A trained DeiT-tiny, fine-tuned with NeuTRENO for a third of the epochs: NeuTRENO's Table 1.
 
     Published (https://arxiv.org/abs/2312.00751): 72.63 % top-1, 91.38 % top-5, from a baseline of 72.17 / 91.02. Not
-    measured here yet. The paper says "one-third number of epochs" and no more; the rate is our choice, a tenth of that
-    of training from scratch, with the same warm-up and augmentation.
+    measured here yet. The paper only says "one-third number of epochs". The learning rate is our choice: a tenth of
+    that of training from scratch, with the same warm-up and augmentation.
 
     Needs ImageNet, GPUs and the weights of a DeiT-tiny: by default those of `acutance train deit_tiny`, or the
-    published .pth file. 128 million images go forward and back. Time: not measured; a third of `deit_tiny`'s.
+    published .pth file. The model sees 128 million images. Time: not measured; a third of `deit_tiny`'s.
 
         acutance train deit_tiny_adapt --data-dir /data/imagenet
         acutance train deit_tiny_adapt --data-dir /data/imagenet --set task.weights=deit_tiny_patch16_224-a1311bcf.pth

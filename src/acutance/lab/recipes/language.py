@@ -14,8 +14,8 @@ def wikitext103() -> Config:
     Published (https://arxiv.org/abs/2312.00751): test perplexity 34.29, with NeuTRENO (λ̃ = 0.4) 33.70. Not measured
     here yet.
 
-    Needs `wikitext-103/` (the word-level token files) and a GPU; 12.3 billion words go forward and back. Time: not
-    measured; `acutance train` shows words/s and the time left.
+    Needs `wikitext-103/` (the word-level token files) and a GPU, for 12.3 billion words seen. Time: not measured;
+    `acutance train` shows words/s and the time left.
 
         acutance train wikitext103 --data-dir /data
         acutance train wikitext103 --data-dir /data --set task.model.mitigation=neutreno:0.4
@@ -32,12 +32,11 @@ def wikitext103() -> Config:
 def wikitext2() -> Config:
     """A 6-layer language model on WikiText-2, 40 epochs: language modelling on one GPU.
 
-    No figure of either paper belongs to it. Expect a test perplexity of 98.74, with NeuTRENO (λ̃ = 0.4) 94.59, the last
-    weights at stride 1: one seed, so without a spread (docs/evidence/wikitext2). It is not tuned; dropout does most
-    against learning the text by heart.
+    Neither paper has a figure for it. Expect a test perplexity of 98.74, with NeuTRENO (λ̃ = 0.4) 94.59: last weights,
+    stride 1, one seed, so no spread (docs/evidence/wikitext2). It is not tuned; dropout does most against overfitting.
 
-    Needs `wikitext-2/` (the word-level token files) and one GPU; 84 million words go forward and back. Time: below
-    225 s of the loop on one H200 (torch 2.11.0) that did other work as well; not timed by itself.
+    Needs `wikitext-2/` (the word-level token files) and one GPU, for 84 million words seen. Time: less than 225 s of
+    the loop on one H200 (torch 2.11.0) that did other work at the same time; not timed by itself.
 
         acutance train wikitext2 --data-dir /data
         acutance train wikitext2 --data-dir /data --set task.model.mitigation=neutreno:0.4

@@ -12,10 +12,10 @@ def ade20k() -> Config:
 
     Published (https://arxiv.org/abs/2312.00751), mean IoU at one scale and at several: 35.72 / 36.68 %, with NeuTRENO
     in encoder and decoder 37.24 / 38.06; with symmetric attention 35.18 / 36.00, with NeuTRENO 35.68 / 36.39. Not
-    measured here yet. The settings are the public code's; all training images are used, since nothing is chosen.
+    measured here yet. The settings are those of the public code. All training images are used, since nothing is chosen.
 
     Needs `ADEChallengeData2016/`, one GPU and an encoder trained on ImageNet (with the same mitigation): by default
-    that of `acutance train deit_tiny`, or DeiT's published .pth file. 1.3 million crops of 512 go forward and back.
+    that of `acutance train deit_tiny`, or DeiT's published .pth file. The model sees 1.3 million crops of 512.
     Time: not measured, and no bench has a Segmenter; `acutance train` shows images/s and the time left.
 
         acutance train ade20k --data-dir /data
@@ -34,13 +34,13 @@ def ade20k() -> Config:
 def camvid() -> Config:
     """Segmenter with a DeiT-tiny encoder on CamVid, 200 epochs: on one GPU, from scratch or from an encoder.
 
-    No figure of either paper belongs to it. Not measured in full. Expect of 100 epochs with batches of 16, from
-    scratch, a test mIoU of 33.18, with NeuTRENO (λ̃ = 0.6) 33.87, the last weights at one scale: one seed, so without a
-    spread (docs/evidence/camvid; the first two commands with `--set loop.epochs=100 --set loop.batch_size=16`).
+    Neither paper has a figure for it. Not measured in full. Expect from 100 epochs with batches of 16, from scratch,
+    a test mIoU of 33.18, with NeuTRENO (λ̃ = 0.6) 33.87, for the last weights at one scale and one seed, so no spread
+    (docs/evidence/camvid; the first two commands with `--set loop.epochs=100 --set loop.batch_size=16`).
 
-    Needs `CamVid/` (367 frames to train on) and one GPU; 73,000 crops of 352 go forward and back. AdamW and a warm-up
-    are for an encoder without pretraining. Time: 278 s of the loop for those 100 epochs on one H200 (torch 2.11.0),
-    with NeuTRENO 279 s, both at once and beside other work, with six loader processes each; not timed by itself.
+    Needs `CamVid/` (367 frames to train on) and one GPU, for 73,000 crops of 352. AdamW and the warm-up are for an
+    encoder without pretraining. Time: 278 s of the loop for those 100 epochs on one H200 (torch 2.11.0), with NeuTRENO
+    279 s. The two ran at once, beside other work, with six loader processes each; not timed by itself.
 
         acutance train camvid --data-dir /data
         acutance train camvid --data-dir /data --set task.model.mitigation=neutreno:0.6

@@ -12,9 +12,9 @@ def digits() -> Config:
     """A 6-layer ViT on the embedded handwritten digits: the smallest real run.
 
     Expect 93.5 ± 2.9 % top-1 on the held-out slice of the training set (139 images; seeds 0, 1, 2: 96.4, 93.5, 90.6).
-    It shows every part of the loop and claims nothing.
+    It exercises every part of the loop; the score proves nothing.
 
-    Needs nothing but a CPU core. Time: about 40 s of one x86-64 core (torch 2.13.0), of which 8 s are the start.
+    Needs only a CPU core. Time: about 40 s of one x86-64 core (torch 2.13.0), of which the start takes 8 s.
 
         acutance train digits
         acutance train digits --set loop.seed=1 --set task.model.mitigation=neutreno:0.6
@@ -34,15 +34,15 @@ def cifar100() -> Config:
 
     Expect 74.49 ± 0.23 % top-1 on the test set and with NeuTRENO (λ̃ = 0.6) 75.29 ± 0.15 %, trained on all images (mean
     and standard deviation of seeds 0, 1, 2; docs/evidence/cifar100). Published by others
-    (https://arxiv.org/abs/2401.04301, poster): ViT-Ti 66.78 ± 0.1 %, ViT-Ti⁺ 64.34 ± 0.3 %, ViT-Ti⁻ 66.62 ± 0.3 %, with
-    an image size and a patch that are unstated; the spectra (eigen) have not been measured here yet.
+    (https://arxiv.org/abs/2401.04301, poster), with unstated image size and patch: ViT-Ti 66.78 ± 0.1 %, ViT-Ti⁺
+    64.34 ± 0.3 %, ViT-Ti⁻ 66.62 ± 0.3 %. The spectra (eigen) have not been measured here yet.
 
-    Choices are made on the held-out slice; for a result, `--set task.train_on=all` and the test set.
+    Make choices on the held-out slice. For a result, use `--set task.train_on=all` and the test set.
 
-    Needs `cifar-100-python/` and one GPU; 5 million images go forward and back, which are held and augmented there.
-    Time: 93 s of the loop on one H200 (torch 2.11.0) at 71,224 images/s, with NeuTRENO 94 to 98 s at 68,655 images/s,
-    about 20 s of them before step 50; the first run of all, which compiled everything, took 141 s. Spectra (eigen) have
-    not been timed, nor tried with `loop.graph`; `acutance bench --only eigen` times polar, householder and qr.
+    Needs `cifar-100-python/` and one GPU, which holds and augments the images, for 5 million images seen.
+    Time: 93 s of the loop on one H200 (torch 2.11.0) at 71,224 images/s, with NeuTRENO 94 to 98 s at 68,655 images/s.
+    About 20 s of these pass before step 50; the very first run, which compiled everything, took 141 s. Spectra (eigen)
+    have not been timed, nor tried with `loop.graph`; `acutance bench --only eigen` times polar, householder and qr.
 
         acutance train cifar100 --data-dir /data --set task.train_on=all
         acutance train cifar100 --data-dir /data --set task.train_on=all --set task.model.mitigation=neutreno:0.6
@@ -65,16 +65,16 @@ def cifar100() -> Config:
 
 
 def cifar100_deit() -> Config:
-    """ViT-Ti/4 with a class token on CIFAR-100 at 32×32, by DeiT's recipe with AdamW: the second paper's tables.
+    """ViT-Ti/4 with a class token on CIFAR-100 at 32×32, with DeiT's recipe and AdamW: the second paper's tables.
 
     Published (https://arxiv.org/abs/2401.04301, poster): ViT-Ti 66.78 ± 0.1 %, ViT-Ti⁺ 64.34 ± 0.3 %, ViT-Ti⁻
-    66.62 ± 0.3 %; its image size, patch and training are unstated. Not measured here yet. One optimiser moves all
-    parameters, those of H's spectrum too, so that rows differ in nothing but H; `eigen:free` is their control.
+    66.62 ± 0.3 %; its image size, patch and training are unstated. Not measured here yet. One optimiser updates all
+    parameters, those of H's spectrum too, so the rows differ in H alone; `eigen:free` is their control.
 
-    Differences to DeiT's public code: 100 epochs in place of 300, batches of 512, no repeated augmentation, bfloat16.
+    Differences from DeiT's public code: 100 epochs instead of 300, batches of 512, no repeated augmentation, bfloat16.
 
-    Needs `cifar-100-python/` and one GPU; 5 million images go forward and back. Time: not measured; the steps are about
-    those of `cifar100`.
+    Needs `cifar-100-python/` and one GPU, for 5 million images seen. Time: not measured; the steps are about those of
+    `cifar100`.
 
         acutance train cifar100_deit --data-dir /data --set task.train_on=all
         acutance train cifar100_deit --data-dir /data --set task.model.mitigation=eigen:negative,basis=polar
@@ -88,10 +88,10 @@ def cifar100_deit() -> Config:
 def cifar10() -> Config:
     """ViT-Ti/4 on CIFAR-10 at 32×32, from scratch, with the recipe of `cifar100`.
 
-    No figure of either paper belongs to it (their CIFAR-10 is `cifar10_kernel`). Not measured here yet.
+    Neither paper has a figure for it (NeuTRENO's CIFAR-10 is `cifar10_kernel`). Not measured here yet.
 
-    Needs `cifar-10-batches-py/` and one GPU; 5 million images go forward and back. Time: not measured; model, images
-    and steps are those of `cifar100`.
+    Needs `cifar-10-batches-py/` and one GPU, for 5 million images seen. Time: not measured; model, images and steps are
+    those of `cifar100`.
 
         acutance train cifar10 --data-dir /data --set task.train_on=all
         acutance train cifar10 --data-dir /data --set task.train_on=all --set task.model.mitigation=neutreno:0.6
@@ -102,12 +102,12 @@ def cifar10() -> Config:
 def cifar10_kernel() -> Config:
     """A 12-layer Transformer with kernel attention on CIFAR-10: NeuTRENO's Table 8.
 
-    Published (https://arxiv.org/abs/2312.00751): 75.89 %, with NeuTRENO 76.75 %. Not measured here yet. The paper says
-    neither which kernel nor which training; chosen here are the RBF kernel and the recipe of `cifar10`, so expect more
-    than 75.89 %. The other kernels are one field away: softmax, linear, polynomial.
+    Published (https://arxiv.org/abs/2312.00751): 75.89 %, with NeuTRENO 76.75 %. Not measured here yet. The paper names
+    neither the kernel nor the training. We chose the RBF kernel and the recipe of `cifar10`, so expect more than
+    75.89 %. `task.model.attention` selects the other kernels: softmax, linear, polynomial.
 
-    Needs `cifar-10-batches-py/` and one GPU; 5 million images go forward and back. Time: not measured, and no bench has
-    this kernel.
+    Needs `cifar-10-batches-py/` and one GPU, for 5 million images seen. Time: not measured, and no bench has this
+    kernel.
 
         acutance train cifar10_kernel --data-dir /data --set task.train_on=all
         acutance train cifar10_kernel --data-dir /data --set task.train_on=all --set task.model.mitigation=neutreno:0.6
@@ -117,12 +117,12 @@ def cifar10_kernel() -> Config:
 
 
 def fashion_mnist() -> Config:
-    """ViT-Ti/4 on Fashion-MNIST at 28×28: a quick real run where CIFAR is not at hand.
+    """ViT-Ti/4 on Fashion-MNIST at 28×28: a quick real run if CIFAR is not at hand.
 
-    No figure of either paper belongs to it. Not measured here yet. Augmentation is milder than CIFAR's, since colour
-    and most turns mean nothing here.
+    Neither paper has a figure for it. Not measured here yet. Augmentation is milder than CIFAR's, since changes of
+    colour and most rotations make no sense here.
 
-    Needs `fashion-mnist/` (the four idx files) and one GPU; 3 million images go forward and back. Time: not measured.
+    Needs `fashion-mnist/` (the four idx files) and one GPU, for 3 million images seen. Time: not measured.
 
         acutance train fashion_mnist --data-dir /data --set task.train_on=all
     """
