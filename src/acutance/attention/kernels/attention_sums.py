@@ -1,9 +1,9 @@
-"""What energy and entropy need of every row of A, in one pass over 16-bit queries, keys and tokens.
+"""The row sums that energy and entropy need, in one pass over 16-bit queries, keys and tokens.
 
-For row i: log Σ_j exp(s_ij), the entropy −Σ_j A_ij log A_ij and the energy Σ_j A_ij ‖u_i − u_j‖², tile by tile as in
-flash attention and with everything but the inputs in float32. Entries are never written. The tensor cores get q and k
-as they are, and tokens less their mean as the sum of two 16-bit numbers. Not differentiable. Where it is not available,
-the operator's tiles and products give the same.
+For row i: log Σ_j exp(s_ij), the entropy −Σ_j A_ij log A_ij and the energy Σ_j A_ij ‖u_i − u_j‖². They are made tile by
+tile as in flash attention, in float32 but for the inputs, and entries of A are never written. The tensor cores get q
+and k unchanged, and the tokens minus their mean as the sum of two 16-bit numbers. It is not differentiable. Where it is
+not available, the operator's tiles and products give the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WIDEST = 128  # of a head: wider tiles do not fit beside each other
 
 
 class RowSums(NamedTuple):
-    """Facts of every row (batch, heads, queries), in float32."""
+    """Sums of every row (batch, heads, queries), in float32."""
 
     sums: Tensor  # (2 or 3, batch, heads, queries)
 
@@ -42,7 +42,7 @@ class RowSums(NamedTuple):
 
     @property
     def energies(self) -> Tensor:
-        """Σ_j A_ij ‖u_i − u_j‖², and 0 likewise; there where tokens were given."""
+        """Σ_j A_ij ‖u_i − u_j‖²; 0 for a row that sees nothing. Only if tokens were given."""
         return self.sums[2]
 
 
@@ -64,13 +64,13 @@ def is_available(A: AttentionOperator, u: Tensor | None = None) -> bool:
 
 
 def row_sums(A: AttentionOperator, u: Tensor | None = None, counted: Tensor | None = None) -> RowSums:
-    """The facts of all rows; those of A alone are remembered, so that energy and entropy take one pass.
+    """The sums of all rows. Those of A alone are remembered, so that energy and entropy take one pass.
 
     Args:
-        A: an operator the kernel takes.
+        A: an operator that the kernel takes.
         u: tokens (batch, heads or fewer, tokens, channels) for the energy, as many as keys and queries.
-        counted: bool (batch, tokens), the tokens whose mean is taken out of u, None for all. Any mean will do: what is
-            taken out of all tokens is in none of their differences, and only their rounding feels it.
+        counted: bool (batch, tokens), the tokens whose mean is subtracted from u, None for all. The mean cancels in all
+            differences and only improves their rounding, so any will do.
     """
     versions = _versions(A)
     if u is None and A.remembered is not None and versions is not None and A.remembered[0] == versions:
@@ -81,7 +81,7 @@ def row_sums(A: AttentionOperator, u: Tensor | None = None, counted: Tensor | No
 
 
 def _versions(A: AttentionOperator) -> tuple[int, ...] | None:
-    """How often queries, keys and mask were written to; None where nobody counts."""
+    """The versions of queries, keys and mask, which count writes; None where torch does not count."""
     tensors = [x for x in (A.q, A.k, A.mask) if x is not None]
     if torch.compiler.is_compiling() or any(x.is_inference() for x in tensors):
         return None

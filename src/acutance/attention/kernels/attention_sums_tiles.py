@@ -1,8 +1,8 @@
-"""The kernels of `attention_sums`: tokens less their mean in two parts, then one pass over tiles of queries and keys.
+"""The kernels of `attention_sums`: tokens minus their mean in two parts, then one pass over tiles of queries and keys.
 
-Logarithms are to base 2 until they are written. A logit is measured from the largest of its row so far, so that the
-entropy log Σ_j w_j − Σ_j w_j (s_j − top) / Σ_j w_j is a difference of small numbers. Distances are made pair by pair,
-‖x_i‖² + ‖x_j‖² − 2 x_i·x_j, and weighted in float32: weights rounded to 16 bits would be felt in the energy.
+Logarithms are to base 2 until they are written. A logit is relative to the largest of its row so far, so the entropy
+log Σ_j w_j − Σ_j w_j (s_j − top) / Σ_j w_j is a difference of small numbers. Distances are computed pair by pair,
+‖x_i‖² + ‖x_j‖² − 2 x_i·x_j, and weighted in float32, because weights rounded to 16 bits would spoil the energy.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from acutance.attention.kernels.packed_tiles import LOG2_E
 from acutance.attention.kernels.sizes import power_of_two, tiles_of
 
 LOWEST = tl.constexpr(-1e30)  # below every logit: where a row's largest starts
-HIDDEN = tl.constexpr(-1e36)  # a logit far below that, but finite: its weight of zero times it is zero
-ROWS = 64  # tokens that are centred at a time
+HIDDEN = tl.constexpr(-1e36)  # a far lower logit, but finite: times its weight of zero it is zero
+ROWS = 64  # tokens centred at a time
 
-# By the width of a head, a power of two, and whether there is a mask, which takes registers of its own.
+# By the width of a head, a power of two, and whether there is a mask, which needs registers.
 TILES = {(width, masked): Tile(64, 32 if masked else 64, 4, 2) for width in (16, 32, 64) for masked in (False, True)}
 TILES |= {(128, masked): Tile(128, 32 if masked else 64, 8, 2) for masked in (False, True)}
 TILES[64, False] = Tile(64, 64, 4, 3)  # fastest of seven on an H200 at 2048 tokens; at 197 noise hides which
@@ -44,7 +44,7 @@ def _take(
     base, stride, start, count,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """The rows from `start` on, filled up with zeros to COLUMNS; those beyond the last are zero too."""
+    """The rows from `start` on, padded with zeros to COLUMNS; rows beyond the last are zero too."""
     rows, columns = tl.arange(0, SIZE), tl.arange(0, COLUMNS)
     places = base + tl.cast(start, tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
     if CUT:
@@ -59,7 +59,7 @@ def _take(
 def _put(
     base, start, count, tile, SIZE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Write rows that lie next to each other."""
+    """Write contiguous rows."""
     rows, columns = tl.arange(0, SIZE), tl.arange(0, COLUMNS)
     places = base + tl.cast(start, tl.int64) * WIDTH + (rows[:, None] * WIDTH + columns[None, :])
     tl.store(places, tile, mask=(rows[:, None] + start < count) & (columns[None, :] < WIDTH))
@@ -71,9 +71,9 @@ def _centre(
     counted_row,
     COUNTED: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One head's tokens less their mean as high + low, and ‖high‖² + 2 high·low.
+    """One head's tokens minus their mean as high + low, and ‖high‖² + 2 high·low.
 
-    The mean is rounded to 16 bits: two such numbers differ by what two such numbers hold, nearly always exactly.
+    The mean is rounded to 16 bits: then two 16-bit numbers hold the difference, nearly always exactly.
     """
     member = tl.program_id(0).to(tl.int64)
     own = u + member // heads * batch_step + member % heads * head_step
@@ -108,7 +108,7 @@ def _seen(
     mask, start, key, queries, count, mask_row, mask_key,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Which keys from `key` on each row from `start` on may look at."""
+    """Which keys from `key` on each row from `start` on may see."""
     rows, keys = tl.arange(0, QUERIES)[:, None], tl.arange(0, KEYS)[None, :]
     seen = keys + key < count
     if CAUSAL:
@@ -127,7 +127,7 @@ def _scan(
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, PART: tl.constexpr, ENERGY: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, CHANNELS: tl.constexpr, PLACES: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys from `begin` to `end` into the running sums, which are in units of 2^top."""
+    """Add the keys from `begin` to `end` to the running sums, which are in units of 2^top."""
     for key in range(begin, end, KEYS):
         k = _take(own_k, row, key, count, KEYS, WIDTH, COLUMNS, PART)
         logits = tl.dot(q, tl.trans(k)) * factor
@@ -150,7 +150,7 @@ def _scan(
             others = take_facts(own_squares, key, count, 0.0, KEYS, PART)
             distance = square[:, None] + others[None, :] - 2.0 * inner
             if PART or MASKED:
-                distance = tl.where(seen, distance, 0.0)  # what is not seen may be NaN
+                distance = tl.where(seen, distance, 0.0)  # hidden tokens may be NaN
             energy = energy * shrink + tl.sum(weights * distance, 1)
     return top, total, gaps, energy
 
@@ -180,7 +180,7 @@ def _forward(
         lower = _take(own_low, CHANNELS, start, count, QUERIES, CHANNELS, PLACES, CUT)
         square = take_facts(own_squares, start, count, 0.0, QUERIES, CUT)
     else:
-        upper, lower, square = queried, queried, total  # not looked at
+        upper, lower, square = queried, queried, total  # not read
     begin, end = keys_in_part(start, count, CAUSAL, QUERIES, KEYS)
     top, total, gaps, energy = _scan(
         queried, upper, lower, square, top, total, gaps, energy, own_k, own_high, own_low, own_squares, own_mask, k_row,
@@ -205,7 +205,7 @@ def _forward(
 
 
 class _Kind(NamedTuple):
-    """What decides how the rows of an operator are read."""
+    """What decides which code is compiled for an operator."""
 
     queries: tuple[int, ...]  # the shapes of q, k and tokens
     keys: tuple[int, ...]
@@ -218,10 +218,10 @@ class _Kind(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The two launches: made once, as those of `token_sums`."""
+    """The two launches, made once like those of `token_sums`."""
 
-    low_part: int  # where it begins
-    largest: float  # of a token's numbers
+    low_part: int  # where the low parts begin
+    largest: float  # finite number of the tokens' dtype
     tiles: int
     at_a_time: int
     centre: Launch
@@ -230,7 +230,7 @@ class _Plan(NamedTuple):
 
 @lru_cache(256)
 def _plan(kind: _Kind, dtype: torch.dtype, *_compiled_for: object) -> _Plan:
-    """Strides and placement are here only to be told apart."""
+    """Strides and placement only tell cached plans apart."""
     batch, heads, queries, width = kind.queries
     token_heads, channels = kind.tokens[1], kind.tokens[3]
     columns, places = (max(16, power_of_two(size)) for size in (width, channels))
@@ -247,7 +247,7 @@ def _plan(kind: _Kind, dtype: torch.dtype, *_compiled_for: object) -> _Plan:
         "PLACES": places,
         "CUT": queries % tile.queries != 0,
     }
-    read_again = 2 * kind.keys[2] * (width + 2 * channels)  # bytes: numbers have 16 bits
+    read_again = 2 * kind.keys[2] * (width + 2 * channels)  # bytes of 16-bit numbers
     return _Plan(
         prod(kind.tokens),
         torch.finfo(dtype).max,
@@ -272,14 +272,14 @@ def forward(
     """Log-sums, entropies and, where tokens u are given, energies (2 or 3, batch, heads, queries).
 
     Args:
-        q: (batch, heads, queries, width), the last dimension without gaps.
+        q: (batch, heads, queries, width), the last dimension contiguous.
         k: (batch, key heads, keys, width), likewise.
         mask: bool, True where a key is seen; broadcasts to (batch, heads, queries, keys).
-        u: (batch, token heads, keys, channels) as k, for as many queries as keys; None leaves the energies out.
-        counted: bool (batch, keys), the tokens whose mean is taken out of u; None for all.
+        u: (batch, token heads, keys, channels) likewise, with as many queries as keys; None leaves the energies out.
+        counted: bool (batch, keys), the tokens whose mean is subtracted from u; None for all.
         scale: of the dot product.
-        causal: whether a token sees only itself and earlier ones; there are as many queries as keys then.
-        tile: another than the one in the tables.
+        causal: whether a token sees only itself and earlier ones; needs as many queries as keys.
+        tile: instead of the one in `TILES`.
     """
     if not is_current(q.device):
         with torch.cuda.device_of(q):
@@ -289,7 +289,7 @@ def forward(
     tokens = q if u is None else u
     seen = q if mask is None else mask.expand(batch, heads, queries, keys).view(torch.uint8)
     marks = tokens if counted is None else counted.expand(batch, keys).view(torch.uint8)
-    parts, squares = q, sums  # any tensors in the place of what is not looked at
+    parts, squares = q, sums  # any tensors stand in for what is not read
     if u is not None:
         parts = u.new_empty(2, *u.shape)  # high and low
         squares = torch.empty(u.shape[:3], dtype=torch.float32, device=u.device)

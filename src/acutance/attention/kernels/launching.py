@@ -1,8 +1,7 @@
-"""Launching a Triton kernel again and again, for arguments of one kind.
+"""Launching a Triton kernel many times for arguments of one kind.
 
-Triton looks at every argument of every launch, to find the code that was compiled for its like. Of kernels that read a
-few tokens that takes the host longer than the kernel takes the device, while the arguments are of the same kind from
-layer to layer.
+Triton inspects every argument of every launch to find the compiled code. For a kernel that reads a few tokens this
+takes the CPU longer than the kernel takes the GPU, although the arguments are of the same kind in every layer.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ALIGNED = 16  # bytes: Triton compiles pointers and strides that are multiples of it apart from others
+ALIGNED = 16  # bytes: Triton compiles separate code for pointers and strides that are multiples of it
 
 
 class Launch:
-    """A kernel, its grid and its constants; after the first launch the compiled code is called as it is.
+    """A kernel, its grid and its constants. After the first launch the compiled code is called directly.
 
-    Who keeps one sees to it that all arguments are like those of the first launch: of one dtype, equal where they are
-    strides, and of one `placement`, since compiled code takes any address, that of a CPU's tensor too. Numbers that are
-    not specialised on may differ.
+    The caller makes sure that all arguments are like those of the first launch: the same dtypes, strides and
+    `placement`. Compiled code checks nothing and takes any address, even that of a CPU tensor. Numbers that Triton does
+    not specialise on may differ.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], constants: dict[str, Any]) -> None:
@@ -32,10 +31,10 @@ class Launch:
         self._values: tuple[Any, ...] = ()
 
     def __call__(self, tensors: Sequence[Tensor], *numbers: float) -> None:
-        """In the current stream of the current device, where the tensors are; they come first among the arguments."""
+        """Launch in the current stream of the current device, where the tensors are. They are the first arguments."""
         if self._run is not None:
             stream = torch._C._cuda_getCurrentRawStream(tensors[0].get_device())
-            # Of a tensor Triton would ask the driver where it is.
+            # Given a tensor, Triton would ask the driver where it is.
             pointers = [x.data_ptr() for x in tensors]
             self._run(*self.grid, stream, *self._code, *pointers, *numbers, *self._values)
             return
@@ -47,7 +46,7 @@ class Launch:
 
 
 def placement(*tensors: Tensor) -> tuple[tuple[int, bool], ...]:
-    """Where the tensors are: by number the device of each, and whether it begins at a multiple of `ALIGNED`."""
+    """The device number of each tensor, and whether its memory begins at a multiple of `ALIGNED`."""
     return tuple([(x.get_device(), x.data_ptr() % ALIGNED == 0) for x in tensors])
 
 

@@ -1,7 +1,7 @@
 """The gradients of `long_forward`: a pass over queries for dq, then one over keys for dk and dv.
 
-Each sum is made by one program in a fixed order, without atomics: the same inputs give the same gradients. The price is
-that the logits are made twice. Σ du·(c·A w) of each row is made in the first pass, beside its products, and kept.
+One program makes each sum in a fixed order, without atomics, so the same inputs give the same gradients. The price is
+that the logits are computed twice. The first pass also computes and keeps Σ du·(c·A w) of each row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from acutance.attention.kernels.long_tiles import (
 from acutance.attention.kernels.packed_tiles import LOG2_E, features, kind, over_tiles, stand_ins, strength_of, strides
 from acutance.attention.kernels.sizes import tiles_of
 
-# By bytes of a number and width of a head. The queries in a tile of the second divide those in one of the first.
+# By bytes of a number and width of a head. The second's queries per tile divide the first's.
 QUERY_TILES = {
     (2, 16): Tile(128, 64, 8, 3, 128),
     (2, 32): Tile(128, 64, 8, 3, 128),
@@ -58,7 +58,7 @@ def _row_facts(
     CORRECTED: tl.constexpr, CONTRAST: tl.constexpr, MIXED: tl.constexpr, CAUSAL: tl.constexpr, LEARNT: tl.constexpr,
     WIDTH: tl.constexpr, CUT: tl.constexpr, QUERIES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Σ du·(c·A w) of each row, what the rows add to the gradient of λ, and what U w takes from that of c."""
+    """Σ du·(c·A w) of each row, the rows' part of the gradient of λ, and U w's part of the gradient of c."""
     average = take(made, step, start, tokens, QUERIES, WIDTH, CUT).to(tl.float32)
     strength_grad = 0.0
     evenly = 0.0
@@ -84,9 +84,9 @@ def _add_keys(
     CONTRAST: tl.constexpr, MIXED: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr, CUT: tl.constexpr,
     WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What the keys from `begin` to `end` add to dq, scale left out, and with a contrast to Σ du·(A w) of each row.
+    """Add the keys from `begin` to `end` to dq, without the scale, and with a contrast to each row's Σ du·(A w).
 
-    That is summed up here, because c·A w may not be divided by c.
+    The latter is summed here because c may be zero, so c·A w cannot be divided by it.
     """
     for key in range(begin, end, KEYS):
         k = take(own_k, row, key, tokens, KEYS, WIDTH, CUT)
@@ -134,7 +134,7 @@ def _backward_queries(
     if LEARNT:
         tl.store(grad_strength + member * tiles + tile, strength_grad)
     q = take(own + head * WIDTH, row, start, tokens, QUERIES, WIDTH, CUT)
-    # No weight for rows that do not exist; kept with them, so that the second pass needs no masks.
+    # Rows that do not exist get no weight. They are stored too, so that the second pass needs no masks.
     log_sum = take_facts(log_sums + member.to(tl.int64) * tokens, start, tokens, float("inf"), QUERIES, CUT)
     padded = tiles * QUERIES
     own_facts = facts + member.to(tl.int64) * 2 * padded + start + tl.arange(0, QUERIES)
@@ -165,12 +165,12 @@ def _add_queries(
     CONTRAST: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What some tiles of queries of all heads of a group add to dk and dw, as keys × queries; scale left out.
+    """Add some tiles of queries of all heads of a group to dk and dw, as keys × queries, without the scale.
 
-    They are `steps` tiles from `begin` on but, where seen in PART, after `steps_before` the last one of all. Keys
-    beyond the last token need no mask: what is summed up for them is not written.
+    These are `steps` tiles from `begin` on. In a PART, the tile after the first `steps_before` is the last one of all.
+    Keys beyond the last token need no mask: their sums are not written.
     """
-    for index in range(0, GROUP * steps):  # one loop, so that the next head's first tile is under way in time
+    for index in range(0, GROUP * steps):  # one loop, so that the next head's first tile is loaded in time
         head = index // steps if GROUP > 1 else 0
         query = begin + (index - head * steps) * QUERIES
         if PART:
@@ -205,9 +205,9 @@ def _backward_keys(
     LEARNT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, CUT: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys, summed over the query heads that share them; its part of the gradient of ρ.
+    """dk and dv of one tile of keys, summed over the query heads that share them, and its part of the gradient of ρ.
 
-    To dv belongs what the values are owed by LATER layers, whose v⁰ they are.
+    With LATER, dv includes the gradient from later layers, which use these values as their v⁰.
     """
     tile, place_of_group = place(tiles, together, at_a_time)
     start, kv_heads = tile * KEYS, heads // GROUP
@@ -284,10 +284,10 @@ def backward(
     query_tile: Tile | None = None,
     key_tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v side by side; of v⁰ by way of the mixed values; of λ, c and ρ by batch and head.
+    """The gradients of qkv, of v⁰ through the mixed values, and of λ, c and ρ by batch and head.
 
-    Arguments are those of `long_forward.forward`, what it returned, the gradient of u, and `later`, which is added to
-    the gradient of v; both without gaps. The last three are to be summed up; what is not asked for is empty.
+    The arguments are those of `long_forward.forward`, what it returned, the gradient of u, and `later`, which is added
+    to the gradient of v. Both gradients are contiguous. The caller sums the last three; those not wanted are empty.
     """
     batch, tokens, packed = qkv.shape
     width, plain = packed // (heads + 2 * kv_heads), contrast is None and residual is None

@@ -1,7 +1,7 @@
-"""Attention and what mitigations add to it for long sequences: one program per tile of queries, over tiles of keys.
+"""Attention with its mitigation for long sequences: one program per tile of queries, over tiles of keys.
 
-Tiled as FlashAttention-2 (https://arxiv.org/abs/2307.08691): a running softmax, and masks only where a tile of keys is
-seen in part. What is averaged evenly comes from `long_means`. Everything is computed in float32 from inputs of any
+Tiled as in FlashAttention-2 (https://arxiv.org/abs/2307.08691): a running softmax, and masks only where a tile of keys
+is seen in part. Uniform averages come from `long_means`. Everything is computed in float32 from inputs of any
 precision. Logarithms are to base 2.
 """
 
@@ -30,7 +30,7 @@ from acutance.attention.kernels.long_tiles import (
 from acutance.attention.kernels.packed_tiles import LOG2_E, features, kind, stand_ins, strength_of, strides
 from acutance.attention.kernels.sizes import tiles_of
 
-# By bytes of a number and width of a head. Sixteen bits go to the tensor cores; float32 does not, and takes registers.
+# By bytes of a number and width of a head. 16-bit numbers use the tensor cores; float32 does not, and needs registers.
 TILES = {
     (2, 16): Tile(128, 64, 8, 3, 128),
     (2, 32): Tile(128, 64, 8, 3, 128),
@@ -49,7 +49,7 @@ def _attend(
     MIXED: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys from `begin` to `end` into the running softmax: u and total are in units of 2^top."""
+    """Add the keys from `begin` to `end` to the running softmax: u and total are in units of 2^top."""
     for key in range(begin, end, KEYS):
         k = take(own_k, row, key, tokens, KEYS, WIDTH, CUT)
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -87,7 +87,7 @@ def _forward(
     u = tl.zeros((QUERIES, WIDTH), tl.float32)
     top = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
-    # What is seen in part goes first: every row sees the first key of it, so that top is finite from there on.
+    # The partly seen keys go first: every row sees the first of them, so that top is finite from there on.
     begin, end = keys_in_part(start, tokens, CAUSAL, QUERIES, KEYS)
     if CAUSAL or CUT:
         u, top, total = _attend(
@@ -131,7 +131,7 @@ def forward(
     """u (batch, tokens, heads · width) from q, k and v side by side, and the rows' log-sums for the backward pass.
 
     Args:
-        qkv: (batch, tokens, (heads + 2 · kv_heads) · width), the last dimension without gaps.
+        qkv: (batch, tokens, (heads + 2 · kv_heads) · width), the last dimension contiguous.
         first: v⁰ (batch, tokens, kv_heads · width); None leaves the correction and the mixing out.
         strength: λ of each head; None where it is `constant`.
         contrast: c of each head; None is 1.
@@ -141,7 +141,7 @@ def forward(
         kv_heads: of the keys and values, each for as many heads of the queries.
         scale: of the dot product, above 0.
         causal: whether a token sees only itself and earlier ones.
-        tile: another than the one in `TILES`.
+        tile: instead of the one in `TILES`.
     """
     batch, tokens, packed = qkv.shape
     width = packed // (heads + 2 * kv_heads)

@@ -1,7 +1,7 @@
-"""Averages over all that a token sees, U w, for long sequences: sums over whole tiles, made once for all programs.
+"""Uniform averages U w over the tokens that a token sees, for long sequences.
 
-A token that sees only earlier ones sees the tiles before its own and a part of its own. What comes of the tiles before
-is one row for a tile, which is read instead of the values themselves.
+Sums over whole tiles are made once for all programs. A causal token sees the tiles before its own and a part of its
+own. The tiles before are one row of sums, which is read instead of the values themselves.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from acutance.attention.kernels.long_tiles import take
 from acutance.attention.kernels.packed_tiles import mean_of_earlier
 from acutance.attention.kernels.sizes import tiles_of
 
-CHUNK = 64  # tiles summed up at a time
+CHUNK = 64  # tiles summed at a time
 
 
 @triton.jit
 def _sum_tiles(x, into, tokens, heads, x_batch, x_row, DIVIDED: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """The sum of one tile of rows; where DIVIDED, each by how many tokens its own sees."""
+    """The sum of one tile of rows. If DIVIDED, each row is divided by the number of tokens it sees."""
     tile, member = tl.program_id(0), tl.program_id(1)
     start, batch = tile * SIZE, (member // heads).to(tl.int64)
     rows = take(x + batch * x_batch + member % heads * WIDTH, x_row, start, tokens, SIZE, WIDTH, True).to(tl.float32)
@@ -32,7 +32,7 @@ def _sum_tiles(x, into, tokens, heads, x_batch, x_row, DIVIDED: tl.constexpr, SI
 
 @triton.jit
 def _sum_before(sums, tiles, BACKWARDS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """In place of each tile's sum that of the tiles before or, BACKWARDS, of those behind it.
+    """Replace each tile's sum by that of all tiles before it or, BACKWARDS, behind it.
 
     torch.cumsum is not deterministic on a GPU.
     """
@@ -48,7 +48,7 @@ def _sum_before(sums, tiles, BACKWARDS: tl.constexpr, CHUNK: tl.constexpr, WIDTH
 
 
 def _running(sums: Tensor, backwards: bool) -> Tensor:
-    """`_sum_before` of sums (batch, heads, tiles, width), which are written over."""
+    """`_sum_before` of sums (batch, heads, tiles, width), in place."""
     batch, heads, tiles, width = sums.shape
     _sum_before[(batch * heads,)](sums, tiles, BACKWARDS=backwards, CHUNK=CHUNK, WIDTH=width)
     return sums
@@ -68,7 +68,7 @@ def _tile_sums(x: Tensor, heads: int, size: int, divided: bool = False) -> Tenso
 def sums_seen(
     qkv: Tensor, first: Tensor | None, residual: Tensor | None, kv_heads: int, width: int, size: int, causal: bool
 ) -> Tensor:
-    """The sum of the mixed values w before each tile of `size` queries or, where all see all, in every place of it."""
+    """The sum of the mixed values w before each tile of `size` queries; without causality, the sum of all of them."""
     sums = _tile_sums(qkv[..., -kv_heads * width :], kv_heads, size)
     if residual is not None and first is not None:
         sums = sums + residual[:, None, None] * (_tile_sums(first, kv_heads, size) - sums)
@@ -78,9 +78,9 @@ def sums_seen(
 
 
 def sums_owed(grad: Tensor, contrast: Tensor, heads: int, kv_heads: int, size: int, causal: bool) -> Tensor:
-    """(1 − c) Uᵀ du of each tile of `size` keys by the queries of later tiles or, where all see all, by all of them.
+    """(1 − c) Uᵀ du of each tile of `size` keys, from the queries of later tiles or, without causality, from all.
 
-    Summed over the heads of queries that share the keys.
+    It is summed over the query heads that share the keys.
     """
     shares = _tile_sums(grad, heads, size, divided=causal)
     later = _running(shares, backwards=True) if causal else shares.sum(2, keepdim=True) / grad.shape[1]
@@ -90,7 +90,7 @@ def sums_owed(grad: Tensor, contrast: Tensor, heads: int, kv_heads: int, size: i
 
 @triton.jit
 def mean_seen(sums, tile, own, start, tokens, CAUSAL: tl.constexpr, PRECISION: tl.constexpr):
-    """U w of a tile of queries from `sums_seen` and the values in its place; one row where all see the same."""
+    """U w of a tile of queries, from `sums_seen` and the tile's own values; one row where all see the same."""
     columns = tl.arange(0, own.shape[1])
     if CAUSAL:
         return mean_of_earlier(own, tl.load(sums + tile * own.shape[1] + columns), start, PRECISION)
@@ -100,7 +100,7 @@ def mean_seen(sums, tile, own, start, tokens, CAUSAL: tl.constexpr, PRECISION: t
 
 @triton.jit
 def owed_within(du, start, PRECISION: tl.constexpr):
-    """Uᵀ du of a tile of keys by the queries in the same place, of which each sees itself and earlier ones."""
+    """Uᵀ du of a tile of keys from the queries of the same tile, each of which sees itself and earlier tokens."""
     rows = tl.arange(0, du.shape[0])
     later = (rows[None, :] >= rows[:, None]).to(du.dtype)
     shares = (du.to(tl.float32) / (rows + start + 1)[:, None]).to(du.dtype)

@@ -1,7 +1,7 @@
-"""What the kernels for long sequences share: sizes of tiles, the order of programs, reading and writing of rows.
+"""What the kernels for long sequences share: tile sizes, the order of programs, reading and writing of rows.
 
-A tile that is `CUT` may reach beyond the last token; whole tiles are read and written without masks. Places in memory
-are counted in 64 bits, because a long sequence has more than 2³¹ numbers before it is too long for a GPU.
+A tile that is `CUT` may reach beyond the last token; whole tiles are read and written without masks. Offsets in memory
+have 64 bits: a long sequence can have more than 2³¹ numbers and still fit on a GPU.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from torch import Tensor
 
 from acutance.attention.kernels.packed_tiles import mixed
 
-CACHE_BYTES = 2**24  # what the heads at work at a time may read again and again, to stay in the GPU's cache
+CACHE_BYTES = 2**24  # what the heads at work together may read repeatedly, so that it stays in the GPU's cache
 
-COUNTS = ("tiles", "together", "at_a_time")  # arguments that no kernel is compiled again for
+COUNTS = ("tiles", "together", "at_a_time")  # arguments whose change compiles no kernel again
 
 
 class Tile(NamedTuple):
     """How one kernel is cut and compiled.
 
     Attributes:
-        queries: in a tile.
-        keys: in a tile; where a program owns queries it divides them, where it owns keys they divide it.
-        warps: of a program.
-        stages: tiles under way at a time.
-        registers: at most, of a thread, so that more programs run at once; None leaves it to the compiler.
+        queries: per tile.
+        keys: per tile. They divide the queries where a program owns queries; else the queries divide them.
+        warps: per program.
+        stages: tiles being loaded at a time.
+        registers: at most per thread, so that more programs run at once; None leaves it to the compiler.
     """
 
     queries: int
@@ -37,7 +37,7 @@ class Tile(NamedTuple):
     registers: int | None = None
 
     def options(self) -> dict[str, int | None]:
-        """As a launch takes them."""
+        """The options of a launch."""
         return {
             "QUERIES": self.queries,
             "KEYS": self.keys,
@@ -48,24 +48,24 @@ class Tile(NamedTuple):
 
 
 def chosen(tiles: dict[tuple[int, int], Tile], qkv: Tensor, width: int, plain: bool) -> Tile:
-    """The tile for numbers of this many bytes and heads of this width, whose registers are limited for a `plain` one.
+    """The tile for numbers of this many bytes and heads of this width.
 
-    A contrast and a residual take more of them.
+    Registers are limited for `plain` attention only, because a contrast and a residual need more of them.
     """
     tile = tiles[qkv.element_size(), width]
     return tile if plain else tile._replace(registers=None)
 
 
 def heads_at_a_time(heads: int, bytes_of_head: int) -> int:
-    """How many heads' programs stand next to each other in the order, see `place`."""
+    """How many heads are worked on together, see `place`."""
     return max(1, min(heads, CACHE_BYTES // bytes_of_head))
 
 
 @triton.jit
 def place(tiles, heads, at_a_time):
-    """Tile and head of this program: a few heads after another, in them the first tile of all, the second of all, …
+    """Tile and head of this program. Heads go in groups; in a group, all first tiles run, then all second ones, …
 
-    The longest rows go first if they are the first tiles: short ones then fill what is left at the end.
+    If the first tiles have the longest rows, the short ones fill the gaps at the end.
     """
     program = tl.program_id(0)
     before = program // (tiles * at_a_time) * at_a_time
@@ -76,13 +76,13 @@ def place(tiles, heads, at_a_time):
 
 @triton.jit
 def shared_heads(group, heads, GROUP: tl.constexpr):
-    """Where in a row of qkv the key and the value of a group of query heads stand, counted in heads."""
+    """The places of a query head's key and value in a row of qkv, counted in heads."""
     return heads + group, heads + heads // GROUP + group
 
 
 @triton.jit
 def rows_of(base, stride, start, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Where the rows of a head from `start` on lie."""
+    """Pointers to the rows of a head from `start` on."""
     columns = tl.arange(0, WIDTH)[None, :]
     # The offsets within a tile do not change in a loop, and tiles of one shape share them.
     return base + tl.cast(start, tl.int64) * stride + (tl.arange(0, SIZE)[:, None] * stride + columns)
@@ -144,9 +144,9 @@ def put_facts(facts, start, tokens, values, SIZE: tl.constexpr, CUT: tl.constexp
 
 @triton.jit
 def hide(tile, rows, keys, hidden, tokens, CAUSAL: tl.constexpr):
-    """A tile of query–key pairs without later keys or, where all are seen, without keys beyond the last token.
+    """Hide later keys in a tile of logits or, without causality, keys beyond the last token.
 
-    A causal row that exists sees no key beyond the last token; what other rows hold is not written.
+    An existing causal row sees no key beyond the last token, and other rows are not written.
     """
     if CAUSAL:
         return tl.where(keys <= rows, tile, hidden)
@@ -156,7 +156,7 @@ def hide(tile, rows, keys, hidden, tokens, CAUSAL: tl.constexpr):
 
 @triton.jit
 def keys_in_part(start, tokens, CAUSAL: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Where the keys begin and end that a tile of queries from `start` on sees in part; it sees all earlier ones."""
+    """Begin and end of the keys that a tile of queries from `start` on sees in part. It sees all earlier keys."""
     if CAUSAL:
         return start, tl.minimum(start + QUERIES, tokens)
     else:

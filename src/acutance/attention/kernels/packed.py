@@ -1,10 +1,9 @@
-"""Attention and what mitigations add to it straight from the packed projection.
+"""Attention with its mitigation, straight from the packed projection.
 
 u = c·A w + (1 − c)·U w + λ (v⁰ − w), A = softmax(q kᵀ·s), w = v + ρ (v⁰ − v), is one kernel forward and one or two
-backward (above 256 tokens a contrast has sums of w and du made beforehand). They read q, k and v as the joint
-projection leaves them and write what the output projection takes, and its gradient what the projection's backward pass
-takes, so that no transpose, no copy and no pass for the correction remains. Where the kernels are not available the
-operator gives the same result.
+backward. Above 256 tokens, a contrast needs sums of w and du, which are made first. The kernels read q, k and v as the
+joint projection leaves them, and write u as the output projection takes it; the gradients likewise. No transpose, no
+copy and no pass for the correction remains. Where the kernels are not available, the operator gives the same result.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from acutance.attention.kernels.packed_operation import (
 from acutance.attention.kernels.tracing import constant_in_traces, is_watched
 from acutance.errors import ShapeError
 
-# The widths of a head, by the bytes of a number, for which they are asked. In float32 wider ones do not fit into the
-# registers and compile for minutes. For long sequences 128 is left to SDPA, whose cuDNN back-end is faster there.
+# The head widths that the kernels take, by the bytes of a number. In float32 wider ones do not fit into the registers
+# and compile for minutes. For long sequences 128 is left to SDPA, whose cuDNN back-end is faster there.
 WIDTHS = {2: (16, 32, 64, 128), 4: (16, 32)}
 LONG_WIDTHS: dict[int, tuple[int, ...]] = {2: (16, 32, 64)}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-OLDEST_TRITON = (3, 6)  # 3.2 dies in its compiler on one of the kernels; what lies between was not tried
+OLDEST_TRITON = (3, 6)  # the compiler of 3.2 crashes on one of the kernels; versions in between were not tried
 CAPABILITY = (9, 0)  # Hopper, where the kernels were tried and timed
-ANY_GPU = os.environ.get("ACUTANCE_KERNELS") == "1"  # asks for the kernels on NVIDIA's other GPUs too
+ANY_GPU = os.environ.get("ACUTANCE_KERNELS") == "1"  # uses the kernels on NVIDIA's other GPUs too
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton then runs on the CPU, slowly, for tests
 
 
 def _has_triton() -> bool:
-    """A Triton the kernels were run with, for NVIDIA's GPUs."""
+    """Whether there is a Triton that the kernels were run with, for NVIDIA's GPUs."""
     for package in ("triton", "pytorch-triton"):
         with suppress(PackageNotFoundError):
             found = tuple(int(number) for number in re.findall(r"\d+", version(package))[:2])
@@ -57,7 +56,7 @@ def _is_known(gpu: int | None) -> bool:
 
 
 def runs_on(x: Tensor) -> bool:
-    """Whether Triton's kernels may run where this tensor lies."""
+    """Whether Triton's kernels may run on this tensor's device."""
     return TRITON and (INTERPRETED or (x.is_cuda and _is_known(x.device.index)))
 
 
@@ -88,7 +87,7 @@ def attention(
     """u as (batch, tokens, heads · width).
 
     Args:
-        qkv: q, k and v side by side, each head after head, (batch, tokens, (heads + 2 · kv_heads) · width).
+        qkv: q, k and v side by side, each head by head, (batch, tokens, (heads + 2 · kv_heads) · width).
         heads: how many heads of queries.
         scale: of the dot product.
         first: v⁰ as (batch, tokens, kv_heads · width); None leaves the correction and the mixing out.
@@ -96,7 +95,7 @@ def attention(
         causal: whether a token sees only itself and earlier ones.
         contrast: c, one per head; None is 1.
         residual: ρ, a constant or one per head of keys.
-        kv_heads: how many heads of keys and values, each shared by as many successive heads of queries; None: `heads`.
+        kv_heads: how many heads of keys and values. Successive heads of queries share one. `heads` by default.
     """
     return _attend(qkv, heads, scale, first, strength, causal, contrast, residual, kv_heads)[0]
 
@@ -109,7 +108,7 @@ def first_attention(
     contrast: Tensor | None = None,
     kv_heads: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attention` of the layer whose values are v⁰ to later ones, and these, (batch, tokens, kv_heads · width)."""
+    """`attention` of the first layer, and its values (batch, tokens, kv_heads · width), the v⁰ of later layers."""
     u, stand_in = _attend(qkv, heads, scale, None, 0.0, causal, contrast, 0.0, kv_heads)
     return u, shared_values(qkv, stand_in)
 

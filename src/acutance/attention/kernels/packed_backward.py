@@ -1,8 +1,8 @@
 """The gradients of `packed_forward`.
 
-A head of at most a block and a tail that shares its keys with no other takes one program (`packed_head`). Otherwise
-there is one program per tile of queries for dq, then one per tile of keys for dk and dv, which goes through all query
-heads that share the keys: their sum stays in registers, so that it is the same in every run and takes no memory.
+A head of at most a block and a tail that shares its keys with no other takes one program (`packed_head`). Otherwise one
+program per tile of queries makes dq, then one per tile of keys makes dk and dv. The latter goes through all query heads
+that share the keys: their sum stays in registers, so it is the same in every run and takes no memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _rows_backward(
     SIZE: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of queries, and its part of the gradients of λ and c; leaves Σ du·(c·A w) for the keys."""
+    """dq of one tile of queries, and its part of the gradients of λ and c. Writes Σ du·(c·A w) for the next pass."""
     q, du, log_sum, delta, strength_grad = row_facts(
         start, own, values, row, before, first_row, made, grads, step, log_sums, tokens, strength, contrast, residual,
         CORRECTED, CONTRAST, MIXED, CAUSAL, LEARNT, SIZE, CUT, WIDTH, FULL, TAIL, PRECISION,
@@ -118,7 +118,7 @@ def _from_queries(
     CORRECTED: tl.constexpr, CONTRAST: tl.constexpr, CAUSAL: tl.constexpr, SIZE: tl.constexpr, CUT: tl.constexpr,
     WIDTH: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What all queries of one head add to dk and dw of one tile of keys."""
+    """The part of all queries of one head in dk and dw of one tile of keys."""
     for query in range(start if CAUSAL else 0, FULL * BLOCK, BLOCK):  # earlier queries do not see these keys
         q = load(own, row, query, tokens, BLOCK, WIDTH, False)
         du = load(grads, step, query, tokens, BLOCK, WIDTH, False)
@@ -227,10 +227,10 @@ def backward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v side by side; of v⁰ by way of the mixed values; of λ, c and ρ by batch and head.
+    """The gradients of qkv, of v⁰ through the mixed values, and of λ, c and ρ by batch and head.
 
-    The last three are to be summed up; what is not asked for is empty. `later`, (batch, tokens, kv_heads · width)
-    without gaps, is added to the gradient of v.
+    The caller sums the last three; those not wanted are empty. `later`, contiguous (batch, tokens, kv_heads · width),
+    is added to the gradient of v.
     """
     batch, tokens, packed = qkv.shape
     full, tail = cut(tokens)

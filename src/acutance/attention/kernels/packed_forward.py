@@ -34,7 +34,7 @@ def _attend(
     q, k, v, u, top, total, first_row, first_key, tokens, scale,
     CAUSAL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take one tile of keys into the running softmax: u and total are in units of 2^top."""
+    """Add one tile of keys to the running softmax: u and total are in units of 2^top."""
     products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     rows, keys = tl.arange(0, q.shape[0]) + first_row, tl.arange(0, k.shape[0]) + first_key
     products = seen(products, rows[:, None], keys[None, :], float("-inf"), tokens, CAUSAL, CUT)
@@ -53,7 +53,7 @@ def _rows_forward(
 ):  # fmt: skip
     """u of one tile of queries, and the logarithm of each row's sum."""
     q = load(own, row, start, tokens, SIZE, WIDTH, CUT)
-    if CORRECTED:  # asked for now, so that it arrives while the products are made
+    if CORRECTED:  # loaded now, so that it arrives while the products are made
         first = load(before, first_row, start, tokens, SIZE, WIDTH, CUT)
     u = tl.zeros((SIZE, WIDTH), tl.float32)
     top = tl.full((SIZE,), float("-inf"), tl.float32)
@@ -132,7 +132,7 @@ def forward(
     out = qkv.new_empty(batch, tokens, heads * width)
     log_sums = torch.empty(batch, heads, tokens, dtype=torch.float32, device=qkv.device)
     full, tail = cut(tokens)
-    # Few registers let more programs run at once, which hides the memory better, until they spill.
+    # Fewer registers let more programs run at once, which hides memory latency better, until they spill.
     registers = 96 if contrast is None and residual is None else 128
     _forward[(full + (tail > 0), batch * heads)](
         qkv,

@@ -27,7 +27,7 @@ def row_facts(
     SIZE: tl.constexpr, CUT: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr, TAIL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q, du, log-sum and Σ du·(c·A w) of a tile of queries, and what it adds to the gradient of the strength."""
+    """q, du, log-sum and Σ du·(c·A w) of a tile of queries, and its part of the strength's gradient."""
     q = load(own, row, start, tokens, SIZE, WIDTH, CUT)
     du = load(grads, step, start, tokens, SIZE, WIDTH, CUT)
     average = load(made, step, start, tokens, SIZE, WIDTH, CUT).to(tl.float32)
@@ -53,14 +53,14 @@ def row_facts(
 def weights_to(
     k, q, log_sum, rows, keys, tokens, scale, CAUSAL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """A of one tile, keys × queries; `rows` and `keys` are their places, shaped so."""
+    """A of one tile, keys × queries; `rows` and `keys` are their places, in that shape."""
     weights = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2_E) - log_sum[None, :])
     return seen(weights, rows, keys, 0.0, tokens, CAUSAL, CUT)
 
 
 @triton.jit
 def contrasted(weights, rows, keys, tokens, contrast, CONTRAST: tl.constexpr, CAUSAL: tl.constexpr, CUT: tl.constexpr):
-    """c·A + (1 − c)·U, by which the values are averaged."""
+    """c·A + (1 − c)·U, the weights of the values."""
     if CONTRAST:
         return contrast * weights + (1.0 - contrast) * even_weights(weights, rows, keys, tokens, CAUSAL, CUT)
     else:
@@ -84,7 +84,7 @@ def by_keys(
     q, du, log_sum, delta, k, v, dk, dv, first_row, first_key, tokens, scale, contrast,
     CONTRAST: tl.constexpr, CAUSAL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What one tile of queries adds to dk, scale left out, and dw of one tile of keys."""
+    """The part of one tile of queries in dk, without the scale, and in dw of one tile of keys."""
     rows = (tl.arange(0, q.shape[0]) + first_row)[None, :]
     keys = (tl.arange(0, k.shape[0]) + first_key)[:, None]
     weights = weights_to(k, q, log_sum, rows, keys, tokens, scale, CAUSAL, CUT, PRECISION)
@@ -101,7 +101,7 @@ def by_rows(
     q, du, log_sum, delta, k, v, dq, first_row, first_key, tokens, scale, contrast,
     CONTRAST: tl.constexpr, CAUSAL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What one tile of keys adds to dq of one tile of queries, scale left out, and to the contrast's gradient."""
+    """The part of one tile of keys in dq of one tile of queries, without the scale, and in the contrast's gradient."""
     rows = (tl.arange(0, q.shape[0]) + first_row)[:, None]
     keys = (tl.arange(0, k.shape[0]) + first_key)[None, :]
     weights = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2_E) - log_sum[:, None])
@@ -118,9 +118,9 @@ def put_keys(
     start, tokens, dk, dv,
     MIXED: tl.constexpr, LATER: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Write dk and dv, and where MIXED v⁰'s part of dw; what the tile adds to the gradient of the residual's share.
+    """Write dk and dv and, if MIXED, v⁰'s part of dw. Returns the tile's part of the gradient of ρ.
 
-    To dv belongs what the values are owed by LATER layers, whose v⁰ they are.
+    With LATER, dv includes the gradient from later layers, which use these values as their v⁰.
     """
     residual_grad = 0.0
     if MIXED:

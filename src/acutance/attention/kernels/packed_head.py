@@ -1,6 +1,6 @@
-"""All gradients of a head of at most a block and a tail, in whose one program's registers everything fits.
+"""All gradients of a head of at most a block and a tail, in one program whose registers hold everything.
 
-With all weights of a row at hand, its Σ du·(c·A w) is summed from them: u is not read, nor v⁰ if λ is a constant.
+It holds all weights of a row and sums Σ du·(c·A w) from them, so it does not read u, nor v⁰ if λ is a constant.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 from acutance.attention.kernels.packed_gradients import contrasted, of_contrast, put_keys, weights_to
 from acutance.attention.kernels.packed_tiles import load, load_values, store, strength_of
 
-WIDEST_IN_ONE = 64  # of a head whose whole backward pass one program's registers hold
+WIDEST_IN_ONE = 64  # of a head whose whole backward pass fits into one program's registers
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _pair(
     q, du, log_sum, k, v, first_row, first_key, tokens, scale, contrast,
     CONTRAST: tl.constexpr, CAUSAL: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of queries and one of keys: what averages the values, A, its gradient and the contrast's."""
+    """For a tile of queries and one of keys: the weights of the values, A, its gradient and the contrast's."""
     rows = (tl.arange(0, q.shape[0]) + first_row)[None, :]
     keys = (tl.arange(0, k.shape[0]) + first_key)[:, None]
     weights = weights_to(k, q, log_sum, rows, keys, tokens, scale, CAUSAL, CUT, PRECISION)
@@ -54,7 +54,7 @@ def _from_rows(
     averaging, dlogits, last_averaging, last_dlogits, du, last_du, q, last_q, own_du, strength,
     CORRECTED: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk, scale left out, and dw of a tile of keys from the block of queries and its tail."""
+    """dk, without the scale, and dw of a tile of keys from the block of queries and its tail."""
     dk = tl.dot(dlogits, q, input_precision=PRECISION)
     dv = tl.dot(averaging, du, input_precision=PRECISION)
     if TAIL > 0:
@@ -67,7 +67,7 @@ def _from_rows(
 
 @triton.jit
 def _of_strength(start, du, v, before, first_row, tokens, SIZE: tl.constexpr, WIDTH: tl.constexpr, CUT: tl.constexpr):
-    """What a tile adds to the gradient of λ."""
+    """A tile's part of the gradient of λ."""
     first = load(before, first_row, start, tokens, SIZE, WIDTH, CUT).to(tl.float32)
     return tl.sum(du.to(tl.float32) * (first - v.to(tl.float32)))
 
@@ -82,7 +82,7 @@ def backward_head(
 ):  # fmt: skip
     """One program per head; its block of queries and keys (0), which may be CUT, and its tail (1).
 
-    A tile of keys a against one of queries b is named by both: `w01` are the block's keys, the tail's queries.
+    Names with two digits belong to a tile of keys and one of queries: `w01` is the block's keys and the tail's queries.
     """
     place = tl.program_id(0)
     head, batch = place % heads, (place // heads).to(tl.int64)

@@ -1,8 +1,8 @@
-"""All gradients of a head of a block of tokens and one more, such as 64 patches and a class token, by one program.
+"""All gradients of a head of a block of tokens and one more, such as 64 patches and a class token, in one program.
 
-A tile of tensor cores for the last token would be empty but for one row, and there would be three of them. It is a
-vector here: its logits are sums of products, and what it adds to the block's gradients are outer products. As in
-`packed_head`, Σ du·(A v) of a row is summed from its weights: u is not read, nor v⁰ if λ is a constant.
+Three tensor-core tiles for the last token would each be empty but for one row. Here the last token is a vector: its
+logits are sums of products, and its parts of the block's gradients are outer products. As in `packed_head`, Σ du·(A v)
+of a row is summed from its weights, so u is not read, nor v⁰ if λ is a constant.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def backward_one_more(
     CORRECTED: tl.constexpr, LATER: tl.constexpr, CAUSAL: tl.constexpr, LEARNT: tl.constexpr, WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program per head. Names with a 1 belong to the last token: `w01` are its weights of the block's keys."""
+    """One program per head. A 1 in a name stands for the last token: `w01` is its weights of the block's keys."""
     place = tl.program_id(0)
     head, batch = place % heads, (place // heads).to(tl.int64)
     tokens: tl.constexpr = BLOCK + 1
@@ -64,13 +64,13 @@ def backward_one_more(
     last = own + BLOCK * row
     q1, k1, v1 = _row(last, WIDTH), _row(last + step, WIDTH), _row(last + 2 * step, WIDTH)
     g1, s0, s1 = _row(grads + BLOCK * step, WIDTH), tl.load(sums + places), tl.load(sums + BLOCK)
-    # First what the block's tiles give the last token, while they are in registers.
+    # First the block's parts in the last token's gradients, while its tiles are in registers.
     w01, d01 = tl.exp2(_onto(k0, q1) * factor - s1), _onto(v0, g1)
     w11, d11 = tl.exp2(tl.sum(q1 * k1) * factor - s1), tl.sum(v1 * g1)
     e1 = tl.sum(w01 * d01) + w11 * d11
     l01, l11 = w01 * (d01 - e1), w11 * (d11 - e1)
     dq1, dk1, dv1 = _mixed(l01, k0) + l11 * k1, l11 * q1, w11 * g1
-    if not CAUSAL:  # or else nobody but itself sees the last token
+    if not CAUSAL:  # with causality no other token sees the last one
         w10, d10 = tl.exp2(_onto(q0, k1) * factor - s0), _onto(g0, v1)
         dv1 += _mixed(w10, g0)
     # Keys × queries.
@@ -95,7 +95,7 @@ def backward_one_more(
     dq0 = tl.dot(tl.trans(l00), k0, input_precision=PRECISION)
     if not CAUSAL:
         dq0 += l10[:, None] * k1[None, :]
-        # Read again, since registers that hold it all the time are those of a third program.
+        # Read again: holding it in registers all the time would cost the room of a third program.
         dk1 += _mixed(l10, load(own, row, 0, tokens, BLOCK, WIDTH, False))
     store(into, 3 * step, 0, tokens, dq0 * scale, BLOCK, WIDTH, False)
     into_last = into + BLOCK * 3 * step

@@ -1,4 +1,4 @@
-"""The operation behind `packed`: forward and backward, what a tracer is to know of them, and their autograd formula."""
+"""The operation behind `packed`: forward, backward, their fake versions for tracers, and the autograd formula."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def unregistered_attention(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """u; each row's log-sum, which the backward pass needs; and what stands in for v, see `shared_values`."""
+    """u, each row's log-sum for the backward pass, and what stands in for v, see `shared_values`."""
     if qkv.shape[1] > MOST_TOKENS:
         from acutance.attention.kernels.long_forward import forward
     else:
@@ -55,9 +55,9 @@ def packed_attention_backward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v side by side; of v⁰ by way of the mixed values; of λ, c and ρ by batch and head.
+    """The gradients of qkv, of v⁰ through the mixed values, and of λ, c and ρ by batch and head.
 
-    The last three are to be summed up; what is not asked for is empty. `later` is added to the gradient of v.
+    The caller sums the last three; those not wanted are empty. `later` is added to the gradient of v.
     """
     if qkv.shape[1] > MOST_TOKENS:
         from acutance.attention.kernels.long_backward import backward
@@ -70,7 +70,7 @@ def packed_attention_backward(
 
 
 def _stand_in(qkv: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """Of the shape of v, in one number's memory."""
+    """A tensor of v's shape in one number's memory."""
     batch, tokens, packed = qkv.shape
     return qkv.new_empty(()).expand(batch, tokens, packed // (heads + 2 * kv_heads) * kv_heads)
 
@@ -109,12 +109,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     *tensors, ctx.constant, ctx.heads, ctx.kv_heads, ctx.scale, ctx.causal = inputs
     out, log_sums, _stand_in = output
     ctx.mark_non_differentiable(log_sums)
-    ctx.set_materialize_grads(False)  # most layers' values are nobody's v⁰
+    ctx.set_materialize_grads(False)  # only the first layer's values are used as v⁰
     ctx.save_for_backward(*tensors, out, log_sums)
 
 
 def _backward(ctx: Any, grad: Tensor | None, _: None, later: Tensor | None) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # to be asked for once: checkpointing makes them anew
+    saved = ctx.saved_tensors  # read once: checkpointing makes them anew
     _qkv, first, *numbers, out, _log_sums = saved
     grad = torch.zeros_like(out) if grad is None else grad.contiguous()
     later = None if later is None else later.contiguous()
@@ -130,7 +130,7 @@ def _backward(ctx: Any, grad: Tensor | None, _: None, later: Tensor | None) -> t
 
 
 def _pulled(grad: Tensor, strength: Tensor | float, heads: int, kv_heads: int) -> Tensor:
-    """λ du, summed over the heads that share v⁰: plain arithmetic, which a compiler joins to the sum over layers."""
+    """λ du, summed over the heads that share v⁰. A compiler fuses this plain arithmetic with the sum over layers."""
     by_head: Tensor = grad.unflatten(-1, (heads, -1)) * strength
     if kv_heads < heads:
         by_head = by_head.unflatten(-2, (kv_heads, -1)).sum(-2)
@@ -141,7 +141,7 @@ packed_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _Shared(torch.autograd.Function):
-    """Values as they are; their gradient is that of what stands in for them."""
+    """Returns the values unchanged; their gradient goes to what stands in for them."""
 
     @staticmethod
     def forward(values: Tensor, stand_in: Tensor) -> Tensor:
@@ -158,15 +158,15 @@ class _Shared(torch.autograd.Function):
 
 @constant_in_traces
 def _is_exporting() -> bool:
-    """As asked outside traced code: in it, torch.compile of torch 2.11 always says yes."""
+    """Asked outside traced code: inside, torch.compile of torch 2.11 always says yes."""
     return torch.compiler.is_exporting()
 
 
 def shared_values(qkv: Tensor, stand_in: Tensor) -> Tensor:
-    """v as it stands in qkv, for later layers as v⁰; its gradient, summed over them, is added where dv is written.
+    """v as it stands in qkv, which later layers use as v⁰. Their summed gradient is added where dv is written.
 
-    As the gradient of a slice it would be put between zeros for q and k, and the whole of dqkv be read and written once
-    more to add it. An exported graph, which knows no such function, is left the slice.
+    As the gradient of a slice it would be padded with zeros for q and k, and adding it would read and write the whole
+    of dqkv once more. An exported graph knows no such function and keeps the slice.
     """
     values = qkv[..., -stand_in.shape[-1] :]
     if _is_exporting() or not stand_in.requires_grad:

@@ -1,4 +1,4 @@
-"""What the kernels of `packed` share: how tokens are cut into tiles, how tiles are read, written and masked.
+"""What the kernels of `packed` share: cutting tokens into tiles, and reading, writing and masking tiles.
 
 Tokens are cut into blocks of 64 and a smaller last tile (65 = 64 + 16, not 128), because short sequences would waste
 most of a large tile. `FULL` counts whole blocks, `TAIL` is the size of the last tile (0: none); a tile that is `CUT`
@@ -43,7 +43,7 @@ def store(base, stride, start, tokens, tile, SIZE: tl.constexpr, WIDTH: tl.const
 
 @triton.jit
 def strength_of(strength, head, constant, LEARNT: tl.constexpr):
-    """A head's number, learnt or the same for all: λ, say."""
+    """A head's number such as λ, learnt or one constant for all."""
     if LEARNT:
         return tl.load(strength + head).to(tl.float32)
     else:
@@ -52,7 +52,7 @@ def strength_of(strength, head, constant, LEARNT: tl.constexpr):
 
 @triton.jit
 def seen(tile, rows, keys, hidden, tokens, CAUSAL: tl.constexpr, CUT: tl.constexpr):
-    """A tile of query–key pairs with what is not to be seen hidden: keys beyond the last token, and later ones."""
+    """Hide in a tile of logits the keys beyond the last token and, if causal, later ones."""
     if CAUSAL:
         tile = tl.where(keys <= rows, tile, hidden)
     if CUT:
@@ -62,7 +62,7 @@ def seen(tile, rows, keys, hidden, tokens, CAUSAL: tl.constexpr, CUT: tl.constex
 
 @triton.jit
 def keys_of(own, head, step, WIDTH: tl.constexpr, GROUP: tl.constexpr):
-    """Where the keys that a query head shares with its GROUP stand, from where its queries stand."""
+    """The pointer to the keys that a query head shares with its GROUP, from the pointer to its queries."""
     if GROUP == 1:
         return own + step
     else:
@@ -77,7 +77,7 @@ def mixed(v, first, residual):
 
 @triton.jit
 def mean_of_earlier(own, before, start, PRECISION: tl.constexpr):
-    """For each of the rows from `start` on the mean of itself and all earlier ones, whose sum is `before`."""
+    """For each row from `start` on, the mean of it and all earlier rows. `before` is the sum of rows before `start`."""
     rows = tl.arange(0, own.shape[0])
     earlier = (rows[None, :] <= rows[:, None]).to(own.dtype)
     return (tl.dot(earlier, own, input_precision=PRECISION) + before[None, :]) / (rows + start + 1)[:, None]
@@ -118,7 +118,7 @@ def visible_mean(
 
 @triton.jit
 def even_weights(weights, rows, keys, tokens, CAUSAL: tl.constexpr, CUT: tl.constexpr):
-    """U, of the tile's shape: each query gives all it sees the same weight."""
+    """U in the tile's shape: each query gives the same weight to all it sees."""
     even = seen(tl.full(weights.shape, 1.0, tl.float32), rows, keys, 0.0, tokens, CAUSAL, CUT)
     if CAUSAL:
         return even / (rows + 1)
@@ -128,7 +128,7 @@ def even_weights(weights, rows, keys, tokens, CAUSAL: tl.constexpr, CUT: tl.cons
 
 @triton.jit
 def visible(start, CAUSAL: tl.constexpr, FULL: tl.constexpr):
-    """Where the whole blocks of keys end that a tile of queries from `start` on may see."""
+    """The end of the whole blocks of keys that a tile of queries from `start` on may see."""
     if CAUSAL:
         return tl.minimum(start + BLOCK, FULL * BLOCK)
     else:
@@ -136,7 +136,7 @@ def visible(start, CAUSAL: tl.constexpr, FULL: tl.constexpr):
 
 
 def cut(tokens: int) -> tuple[int, int]:
-    """Whole blocks, and the smallest tile that takes the rest and that the tensor cores take."""
+    """The number of whole blocks, and the smallest tensor-core tile that holds the rest."""
     full, rest = divmod(tokens, BLOCK_TOKENS)
     return full, max(16, power_of_two(rest)) if rest else 0
 
@@ -147,17 +147,17 @@ def features(contrast: Tensor | None, residual: Tensor | None, heads: int, kv_he
 
 
 def over_tiles(parts: Tensor) -> Tensor:
-    """What every tile found, (…, tiles), summed up."""
+    """The sum over tiles of (…, tiles)."""
     return parts.sum(-1) if parts.shape[-1] > 1 else parts[..., 0]  # no kernel for a sum of one
 
 
 def stand_ins(qkv: Tensor, first: Tensor | None, strength: Tensor | None) -> tuple[Tensor, Tensor]:
-    """v⁰ and λ, or any tensor in the place of what is not there and not read."""
+    """v⁰ and λ. Any tensor stands in for what is absent and not read."""
     return qkv if first is None else first, qkv if strength is None else strength
 
 
 def strides(qkv: Tensor, first: Tensor | None) -> tuple[int, int, int, int]:
-    """From sample to sample and from token to token, of qkv and of v⁰."""
+    """The strides of qkv and of v⁰ from sample to sample and from token to token."""
     first = qkv if first is None else first
     return qkv.stride(0), qkv.stride(1), first.stride(0), first.stride(1)
 

@@ -1,4 +1,4 @@
-"""What compiled code is told about functions of ours, and who looks on when an operation is called."""
+"""What tracers need to know about our functions, and whether one is watching an operation."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant_in_traces(function: Function) -> Function:
-    """As `torch.compiler.assume_constant_result`, by its mark: the decorator imports the compiler, for seconds."""
+    """Like `torch.compiler.assume_constant_result`, by its mark: importing the decorator takes seconds."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def is_watched(x: Tensor) -> bool:
-    """Whether a kernel must be called as a registered operation, for a tracer, a mode or a transform to see it.
+    """Whether a kernel must be called as a registered operation, so that a tracer, mode or transform sees it.
 
-    Where nobody looks, and no gradient is wanted, the way there is the host's time for nothing.
+    Otherwise, if no gradient is wanted either, a registered operation would cost CPU time for nothing.
     """
     return (
         torch.compiler.is_compiling()

@@ -1,8 +1,8 @@
-"""What the cheap token metrics follow from, in one pass over the tokens.
+"""The sums that the cheap token metrics need, in one pass over the tokens.
 
-Of every sample eight numbers (`FIELDS`) in float64, in which numbers of 16 or 32 bits add up without rounding that
-could be seen, and their squares stay in range. Tokens are taken as they differ from the first that counts, so that
-those which are nearly equal keep their differences.
+Every sample has eight numbers (`FIELDS`) in float64: sums of 16- or 32-bit numbers have no visible rounding there, and
+their squares stay in range. The first counted token is subtracted from all tokens, so that nearly equal ones keep their
+differences.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from acutance.attention.kernels.sizes import tiles_of
 from acutance.errors import AcutanceWarning
 
 FIELDS = (
-    "count",  # n, the tokens that count
-    "bad",  # how many of them hold NaN or infinity; if any does, all that follows means nothing but
+    "count",  # n, the number of counted tokens
+    "bad",  # how many of them hold NaN or infinity; if any does, nothing below is valid but
     "first_bad",  # the place of the first
     "pairs",  # Σ_{i≠j} x̂_i·x̂_j, of tokens divided by their norms
     "high",  # Σ ‖x_i − x̄‖²
@@ -27,13 +27,13 @@ FIELDS = (
     "norm_mean",  # of ‖x_i‖
     "norm_variance",
 )
-WIDEST = 8192  # channels: a token's are held in registers
+WIDEST = 8192  # channels: one token is held in registers
 OLDEST_GPU = (8, 0)
 PROGRAMS = 264  # at most: two for each of Hopper's 132 multiprocessors
 
 
 def is_available(tokens: Tensor, mask: Tensor | None) -> bool:
-    """Whether the kernels take tokens (samples, tokens, channels) and which of them count."""
+    """Whether the kernels take tokens (samples, tokens, channels) and this mask."""
     return (
         packed.TRITON
         and type(tokens) is Tensor
@@ -48,7 +48,7 @@ def is_available(tokens: Tensor, mask: Tensor | None) -> bool:
 
 @cache
 def _is_known(gpu: torch.device) -> bool:
-    """Whether the kernels give on this GPU what PyTorch gives: tried once, on a few tokens, as few GPUs are at hand."""
+    """Whether the kernels agree with PyTorch on this GPU: tried once on a few tokens, as we tested few GPUs."""
     if torch.cuda.get_device_capability(gpu) < OLDEST_GPU:
         return False
     try:
@@ -66,15 +66,15 @@ def _is_known(gpu: torch.device) -> bool:
 
 
 def _agrees(device: torch.device, samples: int = PROGRAMS + 1) -> bool:
-    """So many samples that each is whole, then two that are cut into parts, with some tokens masked out."""
+    """Compare on many samples, which stay whole, then on two that are cut into parts, with some tokens masked out."""
     tokens = torch.arange(samples * 40 * 48, device=device).sin().mul(5).to(torch.bfloat16).view(samples, 40, 48)
     mask = (torch.arange(80, device=device) % 3 > 0).view(2, 40)
-    tried = [(tokens, None), (tokens[:2], mask)] * 2  # launched again, compiled code is called as it is
+    tried = [(tokens, None), (tokens[:2], mask)] * 2  # the second launch calls the compiled code directly
     return all(torch.allclose(token_sums(*each), plain_sums(*each), rtol=1e-9, atol=1e-9) for each in tried)
 
 
 def plain_sums(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The same by PyTorch in float64, for tokens that are finite: what the kernels are compared with."""
+    """The same by PyTorch in float64, for finite tokens. The kernels are compared with it."""
     counts = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
     x = tokens.double().masked_fill(~counts[..., None], 0)
     count, norms = counts.sum(1), x.norm(dim=-1)
@@ -95,13 +95,14 @@ def plain_sums(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def token_sums(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The `FIELDS` of every sample, (samples, fields) in float64; nothing waits for the device.
+    """The `FIELDS` of every sample (samples, fields) in float64, without waiting for the device.
 
-    No custom op: `measure` reads eagerly and without gradients, and a detour for each reading would cost what it saves.
+    It is no custom op: `measure` reads eagerly without gradients, and a custom op would cost as much as the kernel
+    saves.
 
     Args:
         tokens: (samples, tokens, channels).
-        mask: bool (samples, tokens), which of them count; None for all.
+        mask: bool (samples, tokens), True where a token counts; None for all.
     """
     from acutance.metrics.kernels import token_sums_rows
 
@@ -109,5 +110,5 @@ def token_sums(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def parts_of(samples: int, tokens: int, rows: int) -> int:
-    """In how many parts a sample's tokens are taken, `rows` of them at a time, so that the GPU has enough to do."""
+    """Into how many parts a sample is cut, with `rows` tokens at a time, so that the GPU has enough to do."""
     return max(1, min(PROGRAMS // samples, tiles_of(tokens, rows)))

@@ -1,9 +1,8 @@
-"""The kernels of `token_sums`: a program sums up the tokens of a sample, or of a part of one, held whole in registers.
+"""The kernels of `token_sums`: a program sums the tokens of a sample, or of a part of one, in registers.
 
-Sums over tokens stay apart by row of the tile until the end, so that threads meet only to find the length of a token.
-Of numbers of 16 bits (SHORT) float64 holds products whole, and hardly rounds their sums: what tokens are less the first
-is worked out once, at the end. Where a sample is cut into parts, a second kernel adds these up, always
-in the same order.
+Each row of the tile keeps its own sums until the end, so that threads synchronise only for the length of a token. For
+16-bit numbers (SHORT) float64 holds products exactly and hardly rounds their sums, so the first token is subtracted
+once, at the end. If a sample is cut into parts, a second kernel adds them, always in the same order.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from acutance.attention.kernels.launching import Launch, is_current, placement
 from acutance.attention.kernels.sizes import power_of_two, tiles_of
 from acutance.metrics.kernels.token_sums import FIELDS, parts_of
 
-TILE = 1024  # numbers side by side in a tile, whole tokens: 16 bytes of half precision a thread
-DEEP = 4  # so many tiles a program takes at a time: while the length of one token is found, those of others can be
-WIDE = 2048  # tokens of so many channels and more take all the threads there are, and are taken one at a time
-STAGES = 3  # of the second kernel: so many tiles are on their way at once
-MERGED = 2048  # up to so many channels the second kernel does the same; of more, its tiles would fill shared memory
-NUMBERS = 7  # that a part hands over beside its two vectors
+TILE = 1024  # numbers in a tile of whole tokens: 16 bytes of half precision per thread
+DEEP = 4  # tiles that a program takes at a time, so that the lengths of several tokens are found in parallel
+WIDE = 2048  # a token of this many channels or more takes all threads, so tokens are taken one at a time
+STAGES = 3  # tiles that the second kernel loads at once
+MERGED = 2048  # with more channels the tiles of the second kernel would fill shared memory
+NUMBERS = 7  # numbers that a part hands over beside its two vectors
 OUT = tl.constexpr(len(FIELDS))
-SCANNED = tl.constexpr(1024)  # entries of a mask looked through at a time
+SCANNED = tl.constexpr(1024)  # entries of a mask searched at a time
 
 
 @triton.jit
 def _origin(x, mask, sample, tokens, x_sample, x_token, mask_sample, mask_token, columns, inside, MASKED: tl.constexpr):
-    """The first token that counts, or else the first, and its length."""
+    """The first counted token, or else the first one, and its length."""
     first = 0
     if MASKED:
         first = tokens
@@ -75,7 +74,7 @@ def _take(
     x, mask, row, end, x_token, mask_token, columns,
     MASKED: tl.constexpr, WIDTH: tl.constexpr, DEEP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The tokens from `row` on, which of them count, and their places: what does not count is never read."""
+    """The tokens from `row` on, which of them count, and their places. Others are never read."""
     places = row + DEEP * tl.arange(0, ROWS)[:, None] + tl.arange(0, DEEP)[None, :]
     counts = places < end
     if MASKED:
@@ -113,7 +112,7 @@ def _sum(
     first_bad = tl.full((ROWS, DEEP), 0, tl.int32) + tokens
     for row in tl.range(start, end, DEEP * ROWS, num_stages=1):
         tile, counts, places = taken.to(tl.float64), taken_counts, taken_places
-        # The next tokens are asked for while these are worked on.
+        # The next tokens are loaded while these are worked on.
         taken, taken_counts, taken_places = _take(
             own, own_mask, row + DEEP * ROWS, end, x_token, mask_token, columns, MASKED, WIDTH, DEEP, ROWS
         )
@@ -131,7 +130,7 @@ def _sum(
         more = tl.where(counts, square * inverse - origin_length, 0.0)
         longer += more
         longer_squares += more * more
-        spoilt = (square < float("inf")) == 0  # float64 holds the squares of all finite numbers read here
+        spoilt = (square < float("inf")) == 0  # float64 holds the squares of all finite inputs
         counted += counts.to(tl.int32)
         nonzero += directed.to(tl.int32)
         bad += spoilt.to(tl.int32)
@@ -198,17 +197,17 @@ def _merge(
 
 
 class _Plan(NamedTuple):
-    """How tokens of one kind are read: made once, since readings are so short that the host's arithmetic is felt."""
+    """How tokens of one kind are read. It is made once, because readings are so short that CPU time matters."""
 
-    parts: int  # of a sample
-    share: int  # tokens of a part
+    parts: int  # per sample
+    share: int  # tokens per part
     first: Launch
     second: Launch
 
 
 @lru_cache(256)
 def _plan(shape: tuple[int, ...], dtype: torch.dtype, masked: bool, *_compiled_for: object) -> _Plan:
-    """Strides and placement are here only to be told apart."""
+    """Strides and placement only tell cached plans apart."""
     samples, count, width = shape
     padded = power_of_two(width)
     rows, deep = max(1, TILE // padded), DEEP if padded < WIDE else 1
@@ -241,7 +240,7 @@ def token_sums(tokens: Tensor, mask: Tensor | None) -> Tensor:
     strides = (*tokens.stride()[:2], *((0, 0) if mask is None else mask.stride()))
     plan = _plan(shape, tokens.dtype, mask is not None, strides, placement(tokens, marks))
     out = torch.empty(shape[0], len(FIELDS), dtype=torch.float64, device=device)
-    vectors = numbers = out  # any tensor in the place of what is not written
+    vectors = numbers = out  # any tensor stands in for what is not written
     if plan.parts > 1:
         vectors = out.new_empty(shape[0], plan.parts, 2, shape[2])
         numbers = out.new_empty(shape[0], plan.parts, NUMBERS)

@@ -1,14 +1,13 @@
-"""A Transformer's MLP in one kernel forwards, y = W₂ GELU(W₁ x + b₁) + b₂.
+"""A Transformer's MLP, y = W₂ GELU(W₁ x + b₁) + b₂, with one kernel for the forward pass.
 
-Tokens of few channels make the products around the hidden layer wait for memory. So forwards the hidden layer goes from
-one product to the other in registers, and only h = W₁ x + b₁ is written, if there is to be a backward pass. Backwards
-the product W₂ᵀ dy is multiplied by GELU'(h) before it is written, summed over tokens for the gradient of b₁, and
-GELU(h) made again for that of W₂: no pass over the hidden layer remains that is not a product. The other products stay
-PyTorch's own.
+With few channels the products around the hidden layer are bound by memory. In the forward pass the hidden layer stays
+in registers between the products, and only h = W₁ x + b₁ is written, if a backward pass needs it. In the backward pass
+W₂ᵀ dy is multiplied by GELU'(h) before it is written and summed over tokens for the gradient of b₁, and GELU(h) is
+computed again for that of W₂. Every remaining pass over the hidden layer is a product. The others are PyTorch's own.
 
-GELU(x) = x Φ(x) = max(x, 0) − |x| Φ(−|x|), and Φ(−a) is 2 to the power of a polynomial in a: one exponential, where an
-error function in float32 takes many instructions. For bfloat16 and float16, whose rounding hides the polynomial's
-error; elsewhere the layers are called as they are.
+GELU(x) = x Φ(x) = max(x, 0) − |x| Φ(−|x|), and Φ(−a) is 2 to the power of a polynomial in a. That is one exponential,
+while an error function in float32 takes many instructions. It serves bfloat16 and float16, whose rounding hides the
+polynomial's error. For other dtypes the layers are called as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from acutance.attention.kernels.tracing import is_watched
 
 DTYPES = (torch.bfloat16, torch.float16)
 # log₂ Φ(−a), lowest power first: a minimax fit over 0 ≤ a ≤ 6, to 6·10⁻⁶ of Φ(−a) when computed in float32. Beyond,
-# where |GELU(−a)| < 6·10⁻⁹, it falls without end, so that 2 to its power goes to zero.
+# where |GELU(−a)| < 6·10⁻⁹, it falls without bound, so that 2 to its power goes to zero.
 COEFFICIENTS = (
     -0.9999952912330627,
     -1.1512508392333984,
@@ -35,16 +34,16 @@ COEFFICIENTS = (
     6.160775956232101e-05,
     -1.8352948245592415e-06,
 )
-FARTHEST = 16.0  # beyond, Φ(−a) is zero in float32; keeps infinities out of the polynomial
-CHUNK = 64  # channels of a token that are multiplied at a time
-WIDEST = 256  # channels of a token: a program keeps those of all its hidden channels in shared memory
+FARTHEST = 16.0  # Φ(−a) is zero in float32 beyond; the cut keeps infinities out of the polynomial
+CHUNK = 64  # channels multiplied at a time
+WIDEST = 256  # channels: a program keeps the weights of its hidden channels in shared memory
 
 
 class Tile(NamedTuple):
-    """How tokens and hidden channels are cut: so many of each in a tile, warps, stages of the loop, programs.
+    """How many tokens and hidden channels a tile has, and the warps, the stages of the loop and the programs.
 
-    Backwards the programs share the tiles among themselves, and each keeps to its hidden channels, whose weights it
-    reads once; forwards each has the tokens of one tile, and as many programs are started.
+    In the backward pass the programs share the tiles: each keeps its own hidden channels and reads their weights once.
+    In the forward pass there is one program per tile of tokens.
     """
 
     rows: int
@@ -55,11 +54,11 @@ class Tile(NamedTuple):
     registers: int | None = None
 
 
-# Of six timed on an H200 at 192 channels the fastest forwards, and within 1 % of the fastest backwards, where three
-# programs run for each of its 132 multiprocessors.
+# Timed on an H200 at 192 channels: of six tiles, the fastest in the forward pass and within 1 % of the fastest in the
+# backward pass, where three programs run on each of its 132 multiprocessors.
 FORWARD = Tile(128, 64, 8, 3)
 BACKWARD = Tile(64, 128, 4, 1, 396, 168)
-DEEPEST = 192  # channels: of more, three stages forwards do not fit into shared memory
+DEEPEST = 192  # channels: with more, three stages of the forward pass do not fit into shared memory
 
 
 def is_available(x: Tensor, fc1: nn.Module, fc2: nn.Module) -> bool:
@@ -82,14 +81,14 @@ def is_available(x: Tensor, fc1: nn.Module, fc2: nn.Module) -> bool:
 
 
 def precision(x: Tensor) -> torch.dtype:
-    """In which a linear layer of these inputs computes."""
+    """The dtype in which a linear layer computes with these inputs."""
     device = x.device.type
     autocast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
     return torch.get_autocast_dtype(device) if autocast else x.dtype
 
 
 def mlp(x: Tensor, fc1: nn.Linear, fc2: nn.Linear) -> Tensor:
-    """fc2(GELU(fc1(x))), in autocast's precision if it is on."""
+    """fc2(GELU(fc1(x))), in autocast's dtype if it is on."""
     dtype = precision(x)
     inputs = (x.to(dtype), fc1.weight.to(dtype), fc1.bias, fc2.weight.to(dtype), fc2.bias)
     if torch.is_grad_enabled():
@@ -100,7 +99,7 @@ def mlp(x: Tensor, fc1: nn.Linear, fc2: nn.Linear) -> Tensor:
 
 
 class _Mlp(torch.autograd.Function):
-    """A function around the custom ops, because the gradient of the second product goes past its input to h."""
+    """Autograd around the custom ops: the second product's gradient goes straight to h, past its own input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor, shift: Tensor, down: Tensor, offset: Tensor) -> Tensor:
@@ -126,7 +125,7 @@ class _Mlp(torch.autograd.Function):
 
 
 def _forward(x: Tensor, up: Tensor, shift: Tensor, down: Tensor, offset: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
-    """GELU(h) Wᵀ + c with W = `down` and c = `offset`, and h, which is empty unless it is to be `kept`."""
+    """GELU(h) Wᵀ + c with W = `down` and c = `offset`, and h, which is empty unless `kept`."""
     from acutance.models.kernels import mlp_tiles
 
     out, pre = _forward_outputs(x, up, shift, down, offset, kept)
@@ -141,9 +140,9 @@ mlp_forward = torch.library.custom_op("acutance::mlp_forward", _forward, mutates
 
 @torch.library.custom_op("acutance::mlp_backward", mutates_args=())
 def mlp_backward(grad: Tensor, weight: Tensor, pre: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of h, given that of GELU(h) Wᵀ; in float32 its sums over every `BACKWARD.rows` tokens; GELU(h).
+    """The gradient of h, its sums over every `BACKWARD.rows` tokens in float32, and GELU(h).
 
-    The last is empty unless it is to be made `again`.
+    It is given the gradient of GELU(h) Wᵀ. GELU(h) is empty unless it is computed `again`.
     """
     from acutance.models.kernels import mlp_tiles
 
@@ -156,13 +155,13 @@ def mlp_backward(grad: Tensor, weight: Tensor, pre: Tensor, again: bool) -> tupl
 def _forward_outputs(
     x: Tensor, up: Tensor, shift: Tensor, down: Tensor, offset: Tensor, kept: bool
 ) -> tuple[Tensor, Tensor]:
-    """Room for what the forward pass writes."""
+    """Empty outputs of the forward pass."""
     return x.new_empty(x.shape), x.new_empty((*x.shape[:-1], up.shape[0]) if kept else 0)
 
 
 @mlp_backward.register_fake
 def _backward_outputs(grad: Tensor, weight: Tensor, pre: Tensor, again: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for what the backward pass writes."""
+    """Empty outputs of the backward pass."""
     width = pre.shape[-1]
     parts = tiles_of(pre.numel() // width, BACKWARD.rows)
     sums = pre.new_empty((parts, width), dtype=torch.float32)

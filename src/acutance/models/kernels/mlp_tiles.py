@@ -1,9 +1,9 @@
-"""The kernels of `mlp`. Products are summed in float32; h is rounded before its GELU is taken, as it is kept.
+"""The kernels of `mlp`. Products are summed in float32. GELU is taken of the rounded h, which is also what is kept.
 
-Forwards a program takes some tokens through the whole hidden layer, some channels at a time. Backwards it reads the
-weights of its hidden channels once and goes through tiles of tokens: all channels of a token are multiplied in one go,
-in chunks, so that nothing is summed up across programs. Multiplying and adding at once is asked for by name: newer
-compilers do not join the two by themselves.
+In the forward pass a program takes some tokens through the whole hidden layer, some channels at a time. In the backward
+pass it reads the weights of its hidden channels once and loops over tiles of tokens. It multiplies all channels of a
+token, chunk by chunk, so that nothing is summed across programs. Fused multiply-adds are written out, because newer
+compilers do not make them by themselves.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ def _beyond(a):
 
 @triton.jit
 def _distance(x):
-    """|x| up to FAR; not a number stays so, and with it all that is made of it."""
+    """|x| up to FAR. NaN stays NaN, and so does all that is computed from it."""
     return tl.minimum(tl.abs(x), FAR, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def gelu(x):
-    """By the polynomial."""
+    """GELU(x) by the polynomial."""
     a = _distance(x)
     return tl.maximum(x, 0.0) - a * _beyond(a)
 
 
 @triton.jit
 def _slope(x):
-    """GELU'(x) = Φ(x) + x φ(x), which at −x is 1 less what it is at x."""
+    """GELU'(x) = Φ(x) + x φ(x); GELU'(−x) = 1 − GELU'(x)."""
     a = _distance(x)
     density = tl.exp2(tl.fma(a * a, -HALF_LOG2_E, -LOG2_ROOT_TAU))
     left = _beyond(a) - a * density  # at −a
@@ -58,7 +58,7 @@ def _slope(x):
 
 @triton.jit
 def _weights(weight, column, INSIDE: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
-    """For the hidden channels from `column` on, (CHUNK, COLUMNS) each."""
+    """The weights of the hidden channels from `column` on, (CHUNK, COLUMNS) each."""
     chunks = ()
     columns, inner = column + tl.arange(0, COLUMNS), tl.arange(0, CHUNK)
     for k in tl.static_range(INSIDE // CHUNK):
@@ -86,7 +86,7 @@ def _forward(
     INSIDE: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, CUT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    PARTS: tl.constexpr = INSIDE // CHUNK  # tiles have powers of two for sides, 192 channels do not
+    PARTS: tl.constexpr = INSIDE // CHUNK  # the sides of tiles are powers of two, 192 is not
     start = tl.program_id(0) * ROWS
     row, inner, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, CHUNK), tl.arange(0, COLUMNS)
     there = row < rows - start if CUT else None
@@ -131,12 +131,12 @@ def _backward(
     for start in tl.range(lane * ROWS, rows, lanes * ROWS, num_stages=STAGES):
         there = (tl.arange(0, ROWS) < rows - start)[:, None] if CUT else None
         here = tl.cast(start, tl.int64) * HIDDEN + column
-        h = tl.load(pre + here + places, mask=there, other=0.0 if CUT else None)  # on its way during the product
+        h = tl.load(pre + here + places, mask=there, other=0.0 if CUT else None)  # loaded during the product
         if AGAIN:
             tl.store(act + here + places, gelu(h.to(tl.float32)).to(act.dtype.element_ty), mask=there)
         g = _product(grad, start, there, weights, INSIDE, ROWS, COLUMNS, CHUNK) * _slope(h.to(tl.float32))
         tl.store(into + here + places, g.to(into.dtype.element_ty), mask=there)
-        # Sums kept from tile to tile would take the registers of a third program: they are written for each.
+        # Sums are written for each tile: keeping them would take the registers of a third program.
         tl.store(sums + tl.cast(start // ROWS, tl.int64) * HIDDEN + columns, tl.sum(g, 0))
 
 
@@ -153,7 +153,7 @@ def forward(
 
 
 def backward(grad: Tensor, weight: Tensor, pre: Tensor, into: Tensor, sums: Tensor, act: Tensor, tile: Tile) -> None:
-    """Write the gradient of h, for every `tile.rows` tokens its sums, and GELU(h) unless its tensor is empty.
+    """Write the gradient of h, its sums over every `tile.rows` tokens, and GELU(h) unless its tensor is empty.
 
     All are contiguous.
     """
@@ -167,7 +167,7 @@ def backward(grad: Tensor, weight: Tensor, pre: Tensor, into: Tensor, sums: Tens
 
 
 def _cut(rows: int, inside: int, hidden: int, tile: Tile) -> dict[str, Any]:
-    """What both kernels are compiled for."""
+    """The constants that both kernels are compiled for."""
     return {
         "INSIDE": inside,
         "HIDDEN": hidden,
