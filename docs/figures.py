@@ -1,4 +1,4 @@
-"""Writes the tables of the pages from the files in benchmarks/results, and finds sentences that say something else.
+"""Writes the tables of the pages from benchmarks/results and docs/evidence, and finds sentences that say otherwise.
 
     python docs/figures.py
 
@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterable, Iterator
 from decimal import ROUND_HALF_UP, Decimal
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from acutance.explain.spectral_theory import rank_correlation
+from acutance.lab.robustness import CORRUPTIONS, SEVERITIES, RobustnessTable
 from acutance.lab.studies.layers import middle_and_range
 from acutance.measure.profile import Profile
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS, EVIDENCE = ROOT / "benchmarks" / "results", ROOT / "docs" / "evidence"
 GPU = "nvidia-h200-bfloat16-torch2.11.0-cuda13.0"
 STEPS = {"steps-32": "ViT-Ti/4 at 32×32", "steps-224": "DeiT-Ti/16 at 224×224"}
 TOKENS, ATTENTION, MATRICES = "token metrics", "and attention energy and entropy", "the same by whole matrices"
@@ -60,10 +62,14 @@ def measured(model: str, variant: str, ending: str = "") -> Row:
     return one(rows_of("bench-measure", ending), table=f"measuring {model}", variant=variant)
 
 
+def times(evidence: str, label: str) -> list[Row]:
+    """A row for each seed."""
+    return [r for r in read(EVIDENCE / evidence / "time.csv") if r["run"].startswith(f"cifar100-{label}")]
+
+
 def trained(evidence: str, label: str) -> tuple[list[int], int]:
     """Seconds of all runs, the shortest first, and images/s to the nearest thousand."""
-    rows = read(ROOT / "docs" / "evidence" / evidence / "time.csv")
-    rows = [row for row in rows if row["run"].startswith(f"cifar100-{label}")]
+    rows = times(evidence, label)
     seconds = sorted(int(rounded(row["seconds"], 0)) for row in rows)
     return seconds, 1000 * round(statistics.median(int(row["median_speed"]) for row in rows) / 1000)
 
@@ -453,7 +459,7 @@ COLUMNS = [  # metric, tap, digits
 
 
 def profile_table(record: str) -> Iterator[str]:
-    profile = Profile.load(ROOT / "docs" / "evidence" / "real-models" / f"{record}.json")
+    profile = Profile.load(EVIDENCE / "real-models" / f"{record}.json")
     values = {(v.metric, v.tap, v.layer): v for v in profile.readings}
     for layer in profile.layers("token_cosine", "block"):
         found = [(values.get((metric, tap, layer)), digits) for metric, tap, digits in COLUMNS]
@@ -469,8 +475,7 @@ LANGUAGE = ("smollm2", "minilm", "bert_pretrained", "bert_ft", "bert_ft_10k_25s"
 
 def language_table(ending: str) -> Iterator[str]:
     """A column for each model. What is by batch is the median batch, then the lowest and the highest."""
-    folder = ROOT / "docs" / "evidence" / "language"
-    records = [json.loads((folder / f"{name}{ending}.json").read_text(encoding="utf-8")) for name in LANGUAGE]
+    records = [json.loads((EVIDENCE / "language" / f"{name}{ending}.json").read_text("utf-8")) for name in LANGUAGE]
     layers = [record["layers"] for record in records]
 
     def shown(values: Iterable[float], form: str) -> str:
@@ -516,6 +521,115 @@ def language_table(ending: str) -> Iterator[str]:
     yield line("σ₂/σ₁", *stream("singular_ratio", 2))
 
 
+# Models that were trained, plain and with NeuTRENO
+
+RECIPES = "src/acutance/lab/recipes"
+PAIR = {"plain": "plain", "neutreno": "NeuTRENO"}
+BATCHES = {"cifar100": "", "cifar100-batch1024": ", 1024"}  # evidence and what its rows are called beside the model
+
+
+def runs_of(data: str) -> dict[str, Any]:
+    return json.loads((EVIDENCE / data / "runs.json").read_text("utf-8"))
+
+
+def groups(data: str) -> list[dict[str, Any]]:
+    """The plain runs of a comparison, then those with NeuTRENO."""
+    found = json.loads((EVIDENCE / data / "comparison.json").read_text("utf-8"))["groups"]
+    assert [group["label"].startswith("mitigation neutreno") for group in found] == [False, True]
+    return found
+
+
+def with_spread(found: dict[str, float]) -> str:
+    return f"{found['mean']:.2f} ± {found['spread']:.2f}"
+
+
+def cifar100_table(data: str) -> Iterator[str]:
+    for (name, label), group in zip(PAIR.items(), groups(data), strict=True):
+        rows, kept = times(data, name), runs_of(data)
+        yield line(
+            label + BATCHES[data],
+            with_spread(group),
+            f"+{with_spread(group['against_first'])}" if group["against_first"] else "",
+            ", ".join(f"{int(row['median_speed']):,}" for row in rows),
+            ", ".join(row["seconds"] for row in rows),
+            ", ".join(f"{kept[row['run']]['seconds']['step 50']:.1f}" for row in rows),
+        )
+
+
+def scores(*evidence: str) -> Iterator[str]:
+    return (with_spread(group) for data in evidence for group in groups(data))
+
+
+def said_of_cifar100() -> Iterator[str]:
+    yield "Expect {} % top-1 on the test set and with NeuTRENO (λ̃ = 0.6) {} %".format(*scores("cifar100"))
+
+
+def perplexities() -> Iterator[str]:
+    return (f"{group['mean']:.2f}" for group in groups("wikitext2"))
+
+
+def camvid_table() -> Iterator[str]:
+    for label, group in zip(("plain", "NeuTRENO, λ̃ = 0.6"), groups("camvid"), strict=True):
+        held_out = runs_of("camvid")[Path(group["runs"]["0"]).name]["result"]["scores"]["miou"]
+        yield line(label, f"{group['mean']:.2f}", f"{held_out:.2f}")
+
+
+def changes_of_camvid() -> Iterator[tuple[str, list[str]]]:
+    for name, run in runs_of("camvid").items():
+        (session,) = run["run"]["sessions"]
+        yield name, [f"--set {word}" for word in session["command"] if "=" in word]
+
+
+def said_of_camvid() -> Iterator[str]:
+    yield f"a difference of {groups('camvid')[1]['against_first']['mean']:.2f} points"
+    for name, changes in changes_of_camvid():
+        yield " ".join(["acutance train camvid --data-dir data --out", f"runs/{name} $WHAT", *changes[4:]])
+
+
+def said_in_camvids_recipe() -> Iterator[str]:
+    yield "test mIoU of {:.2f}, with NeuTRENO (λ̃ = 0.6) {:.2f},".format(*(group["mean"] for group in groups("camvid")))
+    for _, changes in changes_of_camvid():
+        yield from changes[:2]
+
+
+def trained_pair_table() -> Iterator[str]:
+    profiles = [Profile.load(EVIDENCE / "cifar100" / f"measure-{name}.json") for name in PAIR]
+    metrics = {"token_cosine": "token cosine", "hfc_lfc_frobenius": "HFC/LFC (Frobenius)"}
+    for metric, label in {**metrics, "rank_residual": "rank residual"}.items():
+        for place, tap in {"stream": "block", "attention branch": "attention"}.items():
+            by_layer = ({r.layer: r.mean for r in profile.select(metric, tap)} for profile in profiles)
+            cells = (", ".join(f"{found[layer]:.3f}" for layer in (1, 6, 12)) for found in by_layer)
+            yield line(f"{label}, {place}", *cells)
+
+
+def said_of_the_last_layer() -> Iterator[str]:
+    rows = read(EVIDENCE / "cifar100" / "monitor.csv")
+    for name in PAIR:
+        row = one(rows, model=name, metric="hfc_lfc_frobenius", layer="12", step="9700")
+        yield f"{float(row['mean']):.2f} ± {float(row['std']):.2f}"
+
+
+def robustness_table() -> Iterator[str]:
+    some, many = (
+        [RobustnessTable.load(EVIDENCE / "robustness" / f"cifar100-{name}{ending}.json") for name in PAIR]
+        for ending in ("", "-h200")
+    )
+    assert [table.context["images"] for table in some + many] == [1000, 1000, 10_000, 10_000]
+    ten = [f"{name}:{level}" for name in list(CORRUPTIONS)[:10] for level in SEVERITIES]
+    rows = {
+        "1,000 test images, clean": [table["clean"] for table in some],
+        "… mean of 19 corruptions at 5 severities": [table.mean() for table in some],
+        "… `fgsm:1`": [table["fgsm:1"] for table in some],
+        "… `pgd:1`, 20 steps": [table["pgd:1:20:0.125"] for table in some],
+        "10,000 test images, clean": [table["clean"] for table in many],
+        "… mean of the first 10 corruptions at 5 severities": [
+            statistics.mean(table[cell] for cell in ten) for table in many
+        ],
+    }
+    for label, (plain, steered) in rows.items():
+        yield line(label, f"{plain:.2f}", f"{steered:.2f}", f"{steered - plain:+.2f}".replace("-", "−"))
+
+
 # A page, a heading, which of the tables below it, and what writes its rows.
 TABLES: list[tuple[str, str, int, Callable[[], Iterable[str]]]] = [
     *(("docs/bench.md", heading, 0, partial(step_table, part)) for part, heading in STEPS.items()),
@@ -540,12 +654,24 @@ TABLES: list[tuple[str, str, int, Callable[[], Iterable[str]]]] = [
     ("docs/explain.md", "Pretrained language models", 2, partial(language_table, "-without-first")),
     ("docs/steer.md", "How exact it is", 0, exactness_table),
     ("docs/steer.md", "How exact it is", 1, other_ways_table),
+    ("docs/train.md", "Measured: CIFAR-100", 0, partial(cifar100_table, "cifar100")),
+    ("docs/train.md", "Batches of 1024", 0, partial(cifar100_table, "cifar100-batch1024")),
+    ("docs/segmentation.md", "Measured: CamVid", 0, camvid_table),
+    ("docs/measure.md", "A trained pair", 0, trained_pair_table),
+    ("docs/robustness.md", "Measured: a trained pair", 0, robustness_table),
 ]
 SENTENCES: list[tuple[str, Callable[[], Iterable[str]]]] = [
     ("docs/bench.md", said_of_steps),
     ("docs/bench.md", said_of_other_tables),
     ("docs/kernels.md", said_of_kernels),
     ("docs/steer.md", said_of_costs),
+    ("docs/log.md", partial(scores, *BATCHES)),
+    ("docs/bench.md", partial(scores, "cifar100-batch1024")),
+    (f"{RECIPES}/small_images.py", said_of_cifar100),
+    *((page, perplexities) for page in (f"{RECIPES}/language.py", "docs/language.md")),
+    ("docs/segmentation.md", said_of_camvid),
+    (f"{RECIPES}/segmentation.py", said_in_camvids_recipe),
+    ("docs/monitor.md", said_of_the_last_layer),
 ]
 
 

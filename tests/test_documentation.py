@@ -101,4 +101,15 @@ def test_a_table_is_what_its_file_gives(page, heading, place, rows):
 
 @pytest.mark.parametrize(("page", "told"), figures.SENTENCES)
 def test_a_sentence_says_what_its_file_gives(page, told):
-    assert figures.missing(page, told()) == []
+    said = list(told())
+    assert said
+    assert figures.missing(page, said) == []
+
+
+def test_scores_are_those_of_the_evaluations():
+    for data in (*figures.BATCHES, "wikitext2", "camvid"):
+        for group in figures.groups(data):
+            for seed, place in group["runs"].items():
+                kept = figures.runs_of(data)[Path(place).name]
+                assert group["scores"][seed] == kept["evaluation"]["scores"][kept["evaluation"]["headline"]]
+                assert kept["run"]["config"]["loop"]["seed"] == int(seed)
