@@ -43,6 +43,10 @@ def formula(q, k, mask=None, causal=False, kernel="softmax", scale=0, sink=None,
     return values / whole[..., None], sums.log().masked_fill(nothing, -torch.inf)
 
 
+def normal(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
 def with_heads(x, heads):
     return torch.stack([x[:, h // (heads // x.size(1))] for h in range(heads)], dim=1)
 

@@ -1,5 +1,7 @@
 """Small models, sites and oracles for the tests of explain."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -9,15 +11,11 @@ from acutance.mitigations.projection import Projection, Projections
 from acutance.models import ViT
 from acutance.sites import AttentionSite, find
 from attention.operator_cases import assert_same_set
+from measure.measured_vit import small_vit as any_vit
 from sites.tiny_models import recorded
 
 DIM = 12
-
-
-def small_vit(**options) -> ViT:
-    torch.manual_seed(0)
-    defaults = {"image_size": 8, "patch_size": 4, "in_chans": 1, "dim": DIM, "depth": 3, "heads": 2, "num_classes": 4}
-    return ViT(**{**defaults, **options})
+small_vit = partial(any_vit, patch_size=4, dim=DIM)
 
 
 def set_branch(model: ViT, layer: int, H: Tensor) -> None:
@@ -26,10 +24,6 @@ def set_branch(model: ViT, layer: int, H: Tensor) -> None:
     with torch.no_grad():
         attention.qkv.weight[-DIM:] = torch.eye(DIM)
         attention.proj.weight.copy_(H)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 class BareSite(AttentionSite):

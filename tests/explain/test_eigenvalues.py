@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from spectrum_worlds import BareSite, head_matrices, layer_modes, normal, random_layer
+from spectrum_worlds import BareSite, head_matrices, layer_modes, random_layer
 from torch import Tensor, nn
 
 from acutance.attention import spectra
@@ -16,6 +16,7 @@ from acutance.explain import weights
 from acutance.explain.read import competing_eigenvalues
 from acutance.explain.spectral_theory import families, growth, other_eigenvalues
 from acutance.explain.weights import arnoldi_hull, convex_hull, layer_spectrum
+from attention.operator_cases import normal
 
 MUS = (1.0, 0.3, -0.3, -1.0, 0.2 + 0.4j, -0.9j)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from spectrum_worlds import DIM, BareSite, normal, set_branch, small_vit, watch
+from spectrum_worlds import DIM, BareSite, set_branch, small_vit, watch
 
 import acutance as ac
 from acutance.attention import AttentionCall, spectra
@@ -16,6 +16,7 @@ from acutance.explain import LayerSpectrum, Share
 from acutance.explain.read import LayerReader
 from acutance.explain.spectrum import compare
 from acutance.measure.samples import TokenLayout
+from attention.operator_cases import normal
 
 MARGIN = 1e-4  # closer than this, eigenvalues of sharp attention are rounding: such cases may count either way
 ratio = ac.metrics.hfc_lfc_spectral

@@ -5,7 +5,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from spectrum_worlds import normal
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
@@ -13,6 +12,7 @@ from torch.testing import assert_close
 from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, NonFiniteError
 from acutance.explain import spectral_theory, theory
+from attention.operator_cases import normal
 
 TOKENS, CHANNELS = 12, 4
 exactly, nearly = partial(assert_close, rtol=0, atol=1e-12), partial(assert_close, rtol=0, atol=1e-10)

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from spectrum_worlds import DIM, BareSite, assert_same_eigenvalues, head_matrices, normal, set_branch, small_vit
+from spectrum_worlds import DIM, BareSite, assert_same_eigenvalues, head_matrices, set_branch, small_vit
 from torch import nn
 
 import acutance as ac
 from acutance.errors import AcutanceError
 from acutance.explain import symmetry_over
 from acutance.explain.weights import factors, layer_spectrum, symmetry, whole_factors
+from attention.operator_cases import normal
 
 SHAPES = {
     "plain": (12, 3, 3, 4),

@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from kernel_cases import each, needs_gpu, random
+from kernel_cases import DEVICE, each, needs_gpu, needs_kernels, random
 
 import acutance as ac
-from acutance.attention.kernels import packed
 from acutance.metrics import TOKEN_METRICS
 from acutance.metrics.kernels import token_sums
 from acutance.metrics.sums import FROM_SUMS
@@ -15,10 +14,7 @@ from acutance.models import ViT
 from metrics.test_token_metrics import CASES as EDGES
 from token_fields import fields
 
-CUDA = torch.cuda.is_available() and packed.TRITON and token_sums._is_known(torch.device("cuda"))
-DEVICE = "cuda" if CUDA else "cpu"
-RUNS = CUDA or (packed.INTERPRETED and packed.TRITON)
-pytestmark = pytest.mark.skipif(not RUNS, reason="needs a GPU or Triton's interpreter")
+pytestmark = needs_kernels
 SHAPES = [(1, 1, 1), (3, 9, 5), (2, 21, 192), (1, 9, 300)]
 dtype, masked = each([torch.float32, torch.float16, torch.bfloat16]), each([False, True])
 

@@ -15,7 +15,7 @@ from acutance.errors import ShapeError
 from acutance.metrics.attention import attention_cosine, attention_entropy, head_cosine
 from acutance.metrics.energy import energy, fidelity, gradient_alignment, log_nonlocal_energy_raw, nonlocal_energy
 from acutance.metrics.sums import ATTENTION_METRICS, MEANINGS, TOKEN_METRICS
-from attention.operator_cases import KERNELS, MASKINGS, LargestTensor, formula, make_case, with_heads
+from attention.operator_cases import KERNELS, MASKINGS, LargestTensor, formula, make_case, normal, with_heads
 
 laws = settings(max_examples=20, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**32 - 1)
@@ -37,10 +37,6 @@ def tile_rows(request, monkeypatch):
     if request.param is not None:
         monkeypatch.setattr(products, "CPU_TILE", 1)
         monkeypatch.setattr(products, "FEWEST_ROWS", request.param)
-
-
-def random(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def frobenius_cosine(a, b):
@@ -97,7 +93,7 @@ def test_energy_adds_the_weighted_sum_of_squares(strength, masked):
 
 
 def test_cosines_do_not_see_a_sink_that_takes_nearly_all():
-    q, k = random(2, 2, 3, 7, 4, dtype=torch.float32)
+    q, k = normal(2, 2, 3, 7, 4, dtype=torch.float32)
     low, high = (AttentionOperator(q, k, sink=torch.full((3,), sink)) for sink in (15.0, 60.0))
     assert_close(head_cosine(high), head_cosine(low), rtol=1e-4, atol=0)
     assert_close(attention_cosine(high, low), torch.ones(2, 3), rtol=1e-4, atol=0)
@@ -106,8 +102,8 @@ def test_cosines_do_not_see_a_sink_that_takes_nearly_all():
 @laws
 @given(seed=seeds, factor=st.floats(0.01, 100))
 def test_energies_do_not_see_offset_rotation_or_order_and_know_their_scale(seed, factor):
-    A, u = AttentionOperator(*random(2, 2, 3, 7, 4, seed=seed)), random(2, 3, 7, 5, seed=seed + 1)
-    Q, offset = torch.linalg.qr(random(5, 5, seed=seed + 2)).Q, random(1, 1, 1, 5, seed=seed + 3)
+    A, u = AttentionOperator(*normal(2, 2, 3, 7, 4, seed=seed)), normal(2, 3, 7, 5, seed=seed + 1)
+    Q, offset = torch.linalg.qr(normal(5, 5, seed=seed + 2)).Q, normal(1, 1, 1, 5, seed=seed + 3)
     order = torch.randperm(7, generator=torch.Generator().manual_seed(seed))
     shuffled = AttentionOperator(A.q[..., order, :], A.k[..., order, :])
     for name, metric in ENERGIES.items():
@@ -122,17 +118,17 @@ def test_energies_do_not_see_offset_rotation_or_order_and_know_their_scale(seed,
 @pytest.mark.parametrize("causal", [False, True])
 def test_gradient_alignment_is_one_when_queries_are_keys(kernel, causal):
     """The first of n causal rows sees itself alone: it counts, with cosine 0."""
-    k, v = random(2, 2, 3, 5, 4)
+    k, v = normal(2, 2, 3, 5, 4)
     found = gradient_alignment(AttentionOperator(k, k, kernel=kernel, causal=causal), v)
     assert_close(found, torch.full((2, 3), 0.8 if causal else 1.0).double())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_energy_is_zero_exactly_for_tokens_constant_on_what_is_connected(dtype):
-    q, k = random(2, 1, 2, 8, 4, dtype=dtype)
+    q, k = normal(2, 1, 2, 8, 4, dtype=dtype)
     first = torch.arange(8) < 3
     A, connected = AttentionOperator(q, k, mask=first[:, None] == first), AttentionOperator(q, k)
-    u = torch.where(first[:, None], random(1, 2, 1, 4, seed=1), random(1, 2, 1, 4, seed=2)).to(dtype)
+    u = torch.where(first[:, None], normal(1, 2, 1, 4, seed=1), normal(1, 2, 1, 4, seed=2)).to(dtype)
     assert (nonlocal_energy(A, u) <= 100 * torch.finfo(dtype).eps * u.square().sum((-2, -1))).all()
     assert (log_nonlocal_energy_raw(A, u) == -math.inf).all()
     moved = u.clone()
@@ -146,22 +142,22 @@ def test_energy_is_zero_exactly_for_tokens_constant_on_what_is_connected(dtype):
 def test_rounding_pushes_no_value_out_of_its_range(seed):
     # Eight groups of tokens far apart, constant inside: what is left of ‖u_i‖² − … is rounding of either sign.
     group = torch.arange(24) % 8
-    q, k = random(2, 1, 8, 24, 4, seed=seed, dtype=torch.float32)
-    u = 100 * random(1, 8, 8, 5, seed=seed + 100, dtype=torch.float32)[:, :, group]
+    q, k = normal(2, 1, 8, 24, 4, seed=seed, dtype=torch.float32)
+    u = 100 * normal(1, 8, 8, 5, seed=seed + 100, dtype=torch.float32)[:, :, group]
     A = AttentionOperator(q, k, mask=(group[:, None] == group)[None, None])
     assert (nonlocal_energy(A, u) >= 0).all()
     assert (gradient_alignment(A, u) == 0).all()
     assert (attention_cosine(A, A) <= 1).all()
     twice = AttentionOperator(*(x[:, :1].expand(1, 2, -1, -1) for x in (q, k)))
     assert head_cosine(twice) <= 1
-    sharp = AttentionOperator(20 * random(1, 64, 1, 16, seed=seed).float(), 20 * random(1, 64, 40, 16).float())
+    sharp = AttentionOperator(20 * normal(1, 64, 1, 16, seed=seed).float(), 20 * normal(1, 64, 40, 16).float())
     assert (attention_entropy(sharp) >= 0).all()
 
 
 def test_entropy_does_not_see_where_the_keys_start():
-    q, k = random(2, 2, 3, 30, 8)
+    q, k = normal(2, 2, 3, 30, 8)
     value = attention_entropy(AttentionOperator(q, k))
-    assert_close(attention_entropy(AttentionOperator(q, k + 5 * random(8, seed=1))), value)
+    assert_close(attention_entropy(AttentionOperator(q, k + 5 * normal(8, seed=1))), value)
     # With a bias the entropy comes from the entries, without one from an identity.
     zero = torch.zeros(1, 1, 30, 30, dtype=torch.float64)
     assert_close(attention_entropy(AttentionOperator(q, k, mask=zero)), value)
@@ -175,7 +171,7 @@ def test_entropy_does_not_see_where_the_keys_start():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_heads_that_are_alone_or_disjoint(dtype):
-    q, k = random(2, 2, 2, 6, 4, dtype=dtype)
+    q, k = normal(2, 2, 2, 6, 4, dtype=dtype)
     itself = torch.eye(6, dtype=torch.bool)
     disjoint = AttentionOperator(q, k, mask=torch.stack([itself, ~itself])[None])
     for A, cosine in ((AttentionOperator(q[:, :1], k[:, :1]), 1.0), (disjoint, 0.0)):
@@ -188,7 +184,7 @@ def test_heads_that_are_alone_or_disjoint(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_edge_cases(case, dtype):
     n = 1 if case == "one token" else 6
-    q, k, u = random(3, 1, 2, n, 4, dtype=dtype)
+    q, k, u = normal(3, 1, 2, n, 4, dtype=dtype)
     u = (u[..., :1, :].expand_as(u) if case == "constant" else u).clone().requires_grad_()
     nothing = torch.zeros(1, n, dtype=torch.bool)
     A = AttentionOperator(q, k, mask=nothing if case == "all keys masked" else None)
@@ -206,8 +202,8 @@ def test_edge_cases(case, dtype):
 @ALL
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_nan_is_not_hidden(name, biased):
-    A = AttentionOperator(*random(2, 2, 3, 7, 4), mask=torch.zeros(7, 7).double() if biased else None)
-    u = random(2, 3, 7, 5, seed=1)
+    A = AttentionOperator(*normal(2, 2, 3, 7, 4), mask=torch.zeros(7, 7).double() if biased else None)
+    u = normal(2, 3, 7, 5, seed=1)
     A.q[1, 2, 3, 0] = math.nan
     assert METRICS[name](A, u).isnan().nonzero().tolist() == ([[1]] if name == "head_cosine" else [[1, 2]])
     if name in ENERGIES:
@@ -216,13 +212,13 @@ def test_a_nan_is_not_hidden(name, biased):
 
 
 def test_what_does_not_fit_is_refused():
-    q, k = random(1, 2, 3, 4), random(1, 2, 5, 4)
+    q, k = normal(1, 2, 3, 4), normal(1, 2, 5, 4)
     A = AttentionOperator(k, k)
     for metric in ENERGIES.values():
         with pytest.raises(ShapeError, match="3 queries and 5 keys"):
             metric(AttentionOperator(q, k), k)
         with pytest.raises(ShapeError, match=r"\(1, 2, 6, 4\) do not fit.*\(1, 2, 5, any\)"):
-            metric(A, random(1, 2, 6, 4))
+            metric(A, normal(1, 2, 6, 4))
         with pytest.raises(ShapeError, match=r"mask of shape"):
             metric(A, k, torch.ones(1, 4, dtype=torch.bool))
     for f in (q, k[0]):
@@ -235,7 +231,7 @@ def test_what_does_not_fit_is_refused():
 @ALL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_input_costs_only_its_own_rounding(name, dtype):
-    q, k, u = random(3, 2, 2, 48, 8, dtype=dtype)
+    q, k, u = normal(3, 2, 2, 48, 8, dtype=dtype)
     for tokens in (u, (1e3 + 1e-3 * u.double()).float()):  # the second are nearly constant
         value = METRICS[name](AttentionOperator(q, k), tokens)
         assert value.dtype == torch.float32
@@ -247,7 +243,7 @@ def test_low_precision_input_costs_only_its_own_rounding(name, dtype):
 
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e6, 1e8])
 def test_entropy_of_sharp_attention_is_that_of_its_entries(size):
-    q, k = size**0.5 * random(2, 1, 4, 10, 32, dtype=torch.float32)
+    q, k = size**0.5 * normal(2, 1, 4, 10, 32, dtype=torch.float32)
     A = AttentionOperator(q, k)
     value = attention_entropy(A).double()
     assert_close(value, torch.special.entr(A.dense().double()).sum(-1).mean(-1), rtol=0, atol=1e-3)
@@ -257,7 +253,7 @@ def test_entropy_of_sharp_attention_is_that_of_its_entries(size):
 @pytest.mark.parametrize("kernel", ["softmax", "symmetric", "rbf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_huge_logits_stay_finite(kernel, dtype):
-    q, k, u = random(3, 1, 3, 12, 4) * torch.tensor([100, 100, 1]).view(3, 1, 1, 1, 1)
+    q, k, u = normal(3, 1, 3, 12, 4) * torch.tensor([100, 100, 1]).view(3, 1, 1, 1, 1)
     one = k if kernel == "symmetric" else q
     logs = -0.25 * torch.cdist(one, k).square() if kernel == "rbf" else 0.5 * one @ k.mT
     assert logs.abs().max() > 1e4, "exp is meant to overflow and underflow"
@@ -271,12 +267,12 @@ def test_huge_logits_stay_finite(kernel, dtype):
 @ALL
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"kernel": "linear"}, {"kernel": "rbf"}], ids=str)
 def test_gradients_are_right(name, options, tile_rows):
-    inputs, rows = [x.requires_grad_() for x in random(3, 1, 2, 5, 3)], torch.tensor([[True, True, False, True, True]])
+    inputs, rows = [x.requires_grad_() for x in normal(3, 1, 2, 5, 3)], torch.tensor([[True, True, False, True, True]])
     assert torch.autograd.gradcheck(lambda q, k, u: METRICS[name](AttentionOperator(q, k, **options), u, rows), inputs)
 
 
 def test_gradients_of_the_fidelity_and_past_rows_that_see_nothing():
-    q, k, u = (x.requires_grad_() for x in random(3, 1, 2, 5, 3))
+    q, k, u = (x.requires_grad_() for x in normal(3, 1, 2, 5, 3))
     strength = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(fidelity, (u, q, strength))
     A = AttentionOperator(q, k, mask=torch.ones(1, 1, 5, 5, dtype=torch.bool).tril(-1))  # row 0 sees no key
@@ -309,7 +305,7 @@ READ = {
 def test_nothing_as_large_as_the_attention_matrix_is_made(name, kernel, monkeypatch):
     n = 2048
     monkeypatch.setattr(products, "CPU_TILE", n * 128)
-    q, k, u = random(3, 1, 2, n, 4, dtype=torch.float32)
+    q, k, u = normal(3, 1, 2, n, 4, dtype=torch.float32)
     with torch.no_grad(), LargestTensor() as largest:
         READ[name](record_of(AttentionOperator(q, k, kernel=kernel), u, u))
     assert 0 < largest.elements <= n * 128
@@ -319,7 +315,7 @@ def test_nothing_as_large_as_the_attention_matrix_is_made(name, kernel, monkeypa
 @pytest.mark.parametrize("name", READ)
 def test_cuda_agrees_with_float64_on_the_cpu(name):
     def value(device, dtype):
-        q, k, u = random(3, 2, 2, 197, 64, dtype=torch.float32).to(device, dtype)
+        q, k, u = normal(3, 2, 2, 197, 64, dtype=torch.float32).to(device, dtype)
         return READ[name](record_of(AttentionOperator(q, k), u, u)).double().cpu()
 
     assert_close(value("cuda", torch.float32), value("cpu", torch.float64), rtol=1e-4, atol=1e-5)

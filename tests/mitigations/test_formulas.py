@@ -10,6 +10,7 @@ from acutance.attention import AttentionCall
 from acutance.attention.operator import AttentionOperator
 from acutance.errors import ShapeError
 from acutance.mitigations import AttnScale, FeatScale, LayerShape, NeuTRENO
+from attention.operator_cases import normal
 
 B, H, N, D = 2, 4, 6, 5
 
@@ -18,17 +19,13 @@ def layer_shape(layer=2, heads=H, kv_heads=H, pretrained=False):
     return LayerShape(layer, dim=H * D, heads=heads, head_dim=D, kv_heads=kv_heads, pretrained=pretrained)
 
 
-def draw(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def attention(kv_heads=H, **options):
-    return AttentionOperator(draw(B, H, N, D), draw(B, kv_heads, N, D, seed=1), **options)
+    return AttentionOperator(normal(B, H, N, D), normal(B, kv_heads, N, D, seed=1), **options)
 
 
 def call_of(A=None, v=None, v0=None):
     options = {"q": A.q, "k": A.k, "mask": A.mask, "causal": A.causal, "operator": A, "kernel": A.kernel}
-    return AttentionCall(layer=2, v=draw(B, H, N, D) if v is None else v, first=v0, **options)
+    return AttentionCall(layer=2, v=normal(B, H, N, D) if v is None else v, first=v0, **options)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +37,9 @@ def call_of(A=None, v=None, v0=None):
 )
 def test_values_that_cannot_be_matched_are_named(values, first, message):
     built = NeuTRENO(0.6).for_layer(layer_shape())
-    v = draw(*values)
+    v = normal(*values)
     with pytest.raises(ShapeError, match=message):
-        built.output(draw(B, H, N, D), v, call_of(attention(), v, draw(*first)))
+        built.output(normal(B, H, N, D), v, call_of(attention(), v, normal(*first)))
 
 
 @pytest.mark.parametrize(
@@ -67,8 +64,8 @@ def test_where_a_learnt_strength_starts(learn, layer, pretrained, start, expecte
 @pytest.mark.parametrize("doubled", [False, True])
 def test_featscale_scales_low_and_high_frequencies(doubled):
     built = FeatScale(doubled=doubled).for_layer(layer_shape()).double()
-    built.low.data, built.high.data = draw(H * D, seed=1), draw(H * D, seed=2)
-    y = draw(B, N, H * D)
+    built.low.data, built.high.data = normal(H * D, seed=1), normal(H * D, seed=2)
+    y = normal(B, N, H * D)
     average = torch.full((N, N), 1 / N, dtype=torch.float64)
     low, high = average @ y, (torch.eye(N, dtype=torch.float64) - average) @ y
     times = 2 if doubled else 1
@@ -106,8 +103,8 @@ def test_attnscale_equals_the_rescaled_matrix(mask, kv_heads):
     options, visible = masks()[mask]
     A = attention(kv_heads, **options)
     built = AttnScale().for_layer(layer_shape(kv_heads=kv_heads)).double()
-    built.gain.data = draw(H, seed=3)
-    v = draw(B, kv_heads, N, D, seed=4)
+    built.gain.data = normal(H, seed=3)
+    v = normal(B, kv_heads, N, D, seed=4)
     uniform = visible.double() / visible.sum(-1, keepdim=True).clamp_min(1)
     rescaled = uniform + (1 + built.gain[:, None, None]) * (A.dense() - uniform)
     expected = rescaled @ v.repeat_interleave(H // kv_heads, dim=1)
@@ -115,7 +112,7 @@ def test_attnscale_equals_the_rescaled_matrix(mask, kv_heads):
 
 
 def test_combinations_apply_in_the_order_written():
-    u, v, v0 = draw(B, H, N, D), draw(B, H, N, D, seed=1), draw(B, H, N, D, seed=2)
+    u, v, v0 = normal(B, H, N, D), normal(B, H, N, D, seed=1), normal(B, H, N, D, seed=2)
     A = attention()
     pull, mean = 0.6 * (v0 - v), v.mean(-2, keepdim=True)
 

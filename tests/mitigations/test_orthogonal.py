@@ -6,18 +6,15 @@ import pytest
 import torch
 
 from acutance.mitigations.orthogonal import BASES, cayley, polar, qr
+from attention.operator_cases import normal
 from parity.parity_formula import basis_of
 
 D = 24
 WIDE = 192  # ViT-Ti
 
 
-def draw(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def random_orthogonal(seed=0, dim=D):
-    return torch.linalg.qr(draw(dim, dim, seed=seed))[0]
+    return torch.linalg.qr(normal(dim, dim, seed=seed))[0]
 
 
 def with_condition(number, dtype=torch.float64, dim=D):
@@ -34,7 +31,7 @@ def polar_gradient(theta, g):
 
 
 def skew_of_norm(norm, *shape):
-    s = draw(*shape, seed=5)
+    s = normal(*shape, seed=5)
     s = (s - s.mT) / 2
     return s * (norm / torch.linalg.matrix_norm(s, ord=2, keepdim=True))
 
@@ -48,7 +45,7 @@ def value_and_gradient(basis, theta, g):
 @pytest.mark.parametrize("name", BASES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float64, 1e-14)])
 def test_the_image_is_orthogonal(name, dtype, tolerance):
-    v = BASES[name].map(draw(2, 3, D, D, dtype=dtype))
+    v = BASES[name].map(normal(2, 3, D, D, dtype=dtype))
     assert v.dtype == dtype
     torch.testing.assert_close(v.mT @ v, torch.eye(D, dtype=dtype).expand(2, 3, D, D), rtol=0, atol=tolerance)
 
@@ -64,14 +61,14 @@ def test_every_orthogonal_matrix_is_reached_up_to_signs_of_columns(name):
 
 @pytest.mark.parametrize("name", BASES)
 def test_gradients_against_finite_differences(name):
-    theta = draw(4, 4).requires_grad_()
+    theta = normal(4, 4).requires_grad_()
     assert torch.autograd.gradcheck(BASES[name].map, theta)
 
 
 @pytest.mark.parametrize("norm", [0.0, 0.5, 40, 500])
 @pytest.mark.parametrize("dim", [2, 7, WIDE])
 def test_cayley_by_products_is_the_inverse_and_has_its_gradient(norm, dim):
-    theta, g = skew_of_norm(norm, 2, dim, dim), draw(2, dim, dim, seed=3)
+    theta, g = skew_of_norm(norm, 2, dim, dim), normal(2, dim, dim, seed=3)
     v, gradient = value_and_gradient(cayley, theta, g)
     expected, slope = value_and_gradient(partial(basis_of, "cayley"), theta, g)
     torch.testing.assert_close(v, expected, rtol=0, atol=1e-12)
@@ -89,9 +86,9 @@ def test_what_is_too_hard_never_exceeds_orthogonality():
 
 
 def test_cayley_has_second_derivatives_and_transforms():
-    theta = draw(4, 4).requires_grad_()
+    theta = normal(4, 4).requires_grad_()
     assert torch.autograd.gradgradcheck(cayley, theta)
-    many = draw(3, 4, 4)
+    many = normal(3, 4, 4)
     torch.testing.assert_close(torch.func.vmap(cayley)(many), cayley(many))
     slopes = torch.func.vmap(torch.func.grad(lambda t: cayley(t)[0, 1]))(many)
     torch.testing.assert_close(slopes[1], torch.func.grad(lambda t: cayley(t)[0, 1])(many[1]))
@@ -102,7 +99,7 @@ def wide_theta(name, hardness):
     if name in ("qr", "polar"):
         return with_condition(hardness, dim=WIDE)
     start = BASES[name].preimage(random_orthogonal(dim=WIDE))
-    return hardness * start if name == "cayley" else start + hardness * draw(WIDE, WIDE, seed=4)
+    return hardness * start if name == "cayley" else start + hardness * normal(WIDE, WIDE, seed=4)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -116,7 +113,7 @@ def wide_theta(name, hardness):
     ],
 )
 def test_float32_is_as_exact_as_stated_at_the_size_of_a_vit(name, hardness, of_value, of_gradient, device):
-    single, g = wide_theta(name, hardness).float(), draw(WIDE, WIDE, seed=3, dtype=torch.float32)
+    single, g = wide_theta(name, hardness).float(), normal(WIDE, WIDE, seed=3, dtype=torch.float32)
     v, gradient = (found.cpu() for found in value_and_gradient(BASES[name].map, single.to(device), g.to(device)))
     expected, slope = value_and_gradient(partial(basis_of, name), single.double(), g.double())
     if name == "polar":  # an SVD has no gradient where singular values are equal
@@ -128,9 +125,9 @@ def test_float32_is_as_exact_as_stated_at_the_size_of_a_vit(name, hardness, of_v
 
 def test_qr_does_not_jump_where_the_diagonal_of_r_changes_sign():
     """LAPACK chooses the signs of R as it likes; with the diagonal positive, Q is a function of Θ that has a slope."""
-    theta = draw(D, D)
+    theta = normal(D, D)
     assert ((qr(theta).mT @ theta).diagonal() > 0).all()
     q, r = torch.linalg.qr(theta)
     torch.testing.assert_close(qr(q @ r.abs().diagonal().diag()), q, rtol=0, atol=1e-13)
-    nudged = qr(theta + 1e-9 * draw(D, D, seed=1))
+    nudged = qr(theta + 1e-9 * normal(D, D, seed=1))
     assert (nudged - qr(theta)).abs().max() < 1e-6

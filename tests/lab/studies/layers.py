@@ -2,11 +2,9 @@
 
 import torch
 
+from attention.operator_cases import normal
+
 TOKENS, WIDTH = 7, 5
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def centred_branch(eigenvalues, seed=1):
