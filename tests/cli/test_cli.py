@@ -104,7 +104,7 @@ def test_explain_prints_verdicts_and_reads_attention_with_data(checkpoint: Path,
         (["measure", "MODEL", "--dtype", "int8"], "dtype 'int8'"),
         (["measure", "MODEL", "--metrics", "smoothness"], "unknown metric smoothness"),
         (["measure", "MODEL", "--tap", "head"], "unknown tap head"),
-        (["measure", "MODEL", "--prefix", "maybe"], "'in' or 'out', not 'maybe'"),
+        (["measure", "MODEL", "--prefix", "maybe"], "unknown prefix maybe; known: in, out"),
         (["mitigate", "MODEL", "featscale", "--layers", "one"], "--layers takes numbers"),
         (["mitigate", "nowhere", "neutrino:0.6"], "unknown mitigation 'neutrino'"),  # before anything is read
         (["explain", "DAMAGED"], "cannot be read as weights"),

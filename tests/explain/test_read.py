@@ -208,7 +208,7 @@ def test_eigenvalues_of_attention_that_have_not_converged_make_the_verdict_unkno
     [
         ([], {}, AcutanceError, "no batches"),
         (None, {"norm": "maybe"}, AcutanceError, "'fold' or 'ignore'"),
-        (None, {"prefix": "both"}, AcutanceError, "'in' or 'out'"),
+        (None, {"prefix": "both"}, AcutanceError, "unknown prefix both; known: in, out"),
         ([torch.full((1, 1, 8, 8), torch.nan)], {}, NonFiniteError, "layer 1"),
     ],
 )

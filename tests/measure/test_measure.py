@@ -130,7 +130,7 @@ def test_batches_may_be_tuples_mappings_or_a_stream(model: ViT, images: torch.Te
     ("arguments", "message"),
     [
         ({"metrics": []}, "unknown metric .none.; known: token_cosine"),
-        ({"prefix": "maybe"}, "'in' or 'out', not 'maybe'"),
+        ({"prefix": "maybe"}, "unknown prefix maybe; known: in, out"),
         ({"tap": "head"}, "unknown tap head; known: block"),
         ({"batches": []}, "no batches"),
         ({"batches": ["text"]}, "not str"),

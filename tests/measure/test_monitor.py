@@ -153,7 +153,8 @@ def test_a_reading_that_is_not_finite_warns_and_lets_training_go_on():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        *[({"probe": nothing}, "needs a probe") for nothing in (None, [], {"text": "words"}, torch.zeros(0, 1, 8, 8))],
+        *[({"probe": nothing}, "needs a probe that holds") for nothing in ({"text": "words"}, torch.zeros(0, 1, 8, 8))],
+        *[({"probe": nothing}, r"a batch must be .*, not (NoneType|list)") for nothing in (None, [])],
         ({"tap": "x"}, "unknown tap x"),
         ({"every": 0}, "1 or more, not 0"),
         ({"model": nn.Linear(2, 2)}, "no attention"),

@@ -111,7 +111,7 @@ PADDING = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1
 DOCUMENTS = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6]])}  # three in two rows
 
 
-@pytest.mark.parametrize("batch", [None, PADDING, DOCUMENTS], ids=["all", "padding", "documents"])
+@pytest.mark.parametrize("batch", [{}, PADDING, DOCUMENTS], ids=["all", "padding", "documents"])
 def test_sums_give_what_the_formulas_give(batch, monkeypatch):
     tokens = torch.randn(2, 2, 7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.3
 

@@ -186,7 +186,7 @@ def test_samples_without_a_token_that_counts_are_told():
 
 def test_rows_are_told_by_any_tensor_that_is_fed():
     ids, image = torch.zeros(3, 12, dtype=torch.long), torch.zeros(2, 3, 8, 8)
-    assert possible_rows(image) == possible_rows((image, torch.zeros(2))) == ({2}, {2}, 2)
+    assert possible_rows(image) == ({2}, {2}, 2)
     assert possible_rows({"input_ids": ids, "inside": {"pixel_values": image}}) == ({2, 3}, {2, 3}, 12)
     choices = possible_rows({"input_ids": torch.zeros(2, 3, 5, dtype=torch.long)})
     assert choices == ({2, 3, 4, 5, 6}, {2}, 6)  # a grid of them is an alignment, whose rows are no samples

@@ -20,7 +20,8 @@ from acutance.errors import AcutanceError, NonFiniteError, warn
 from acutance.explain.spectral_theory import Families, Series, constant_mode, families, growth
 from acutance.explain.spectrum import EXACT_MU, Dominance, LayerSpectrum, Share, Spectrum, compare, warn_beyond_bound
 from acutance.explain.weights import Norm, convex_hull, layer_spectrum
-from acutance.measure.reader import check_prefix
+from acutance.measure import PREFIXES
+from acutance.measure.reader import chosen
 from acutance.measure.samples import TokenLayout, refuse_single
 from acutance.measure.walk import Batch, Visitor, describe, track, walk
 from acutance.metrics import check_finite, hfc_lfc_spectral
@@ -58,7 +59,7 @@ def explain(
     """
     if norm not in ("fold", "ignore"):
         raise AcutanceError(f"norm is 'fold' or 'ignore', not {norm!r}")
-    check_prefix(prefix)
+    chosen("prefix", prefix, PREFIXES)
     refuse_single(batches)
     bare = bare_module(model)
     refuse_sharded(bare, "explain")

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from acutance.measure.profile import Profile
 
+PREFIXES = ("in", "out")  # whether class, register and other special tokens count
 TAPS = ("block", "attention", "values", "final")
 DEFAULT_METRICS = ("token_cosine", "hfc_lfc_spectral", "rank_residual", "effective_rank", "norm_spread")
 

@@ -19,7 +19,7 @@ from acutance.files.atomic import read_bytes
 from acutance.measure import measure
 from acutance.measure.profile import Profile
 from acutance.measure.reader import MetricReader
-from acutance.measure.samples import inputs_of
+from acutance.measure.samples import arguments_of, fed_of
 from acutance.measure.walk import map_tensors, walk
 from acutance.report.pictures import plot_steps
 from acutance.report.tables import data_frame
@@ -68,17 +68,16 @@ class Monitor:
     ) -> None:
         if every < 1:
             raise AcutanceError(f"every counts optimiser steps between two readings and must be 1 or more, not {every}")
-        if not any(isinstance(value, Tensor) and value.numel() for value in inputs_of(probe)):
-            forms = "a tensor, a (tensor, …) tuple or a mapping of arguments, such as next(iter(loader))"
-            raise AcutanceError(f"the monitor needs a probe, one batch to read: {forms}, not {type(probe).__name__}")
+        self._probe = map_tensors(fed_of(probe), lambda tensor: tensor.detach().clone())
+        if not any(isinstance(value, Tensor) and value.numel() for value in arguments_of(self._probe)):
+            raise AcutanceError("the monitor needs a probe that holds samples, one batch such as next(iter(loader))")
         self.model = bare_module(model)
         self._options: dict[str, Any] = {"metrics": metrics, "tap": tap, "prefix": prefix, "part": part}
         # What cannot be read fails now, not after hundreds of steps.
         walk(self.model, [], MetricReader(metrics, tap, prefix, sites.part_of(self.model, part)), part=part)
         self.every = every
         self.history = History() if jsonl is None or not Path(jsonl).exists() else History.load(jsonl)
-        probe, self._autocast = probe[0] if isinstance(probe, (tuple, list)) else probe, autocast
-        self._probe = map_tensors(probe, lambda tensor: tensor.detach().clone())
+        self._autocast = autocast
         self._step: int | None = None
         self._writers: list[Callable[[int, Profile], None]] = []
         self._writers += [] if jsonl is None else [partial(_append_line, Path(jsonl))]

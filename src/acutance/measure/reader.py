@@ -4,7 +4,6 @@ The numbers of a batch are copied to the host asynchronously, in one transfer. T
 at most eight batches later, so a NaN error may come that late.
 """
 
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,8 +20,8 @@ from acutance import sites
 from acutance.attention import AttentionCall
 from acutance.attention.kernels import packed
 from acutance.attention.operator import AttentionOperator
-from acutance.errors import AcutanceError, AcutanceWarning, ShapeError
-from acutance.measure import TAPS
+from acutance.errors import AcutanceError, ShapeError, warn
+from acutance.measure import PREFIXES, TAPS
 from acutance.measure.profile import MATRIX, MetricValue
 from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import EVERY, Batch, Visitor
@@ -41,12 +40,6 @@ Group = tuple[tuple[int, ...], tuple[str, ...], str | None]
 def available_metrics() -> list[str]:
     """Every name that `measure(metrics=…)` knows."""
     return [*metric_room.TOKEN_METRICS, *metric_room.ATTENTION_METRICS, ATTENTION_COSINE]
-
-
-def check_prefix(prefix: str) -> None:
-    """Refuse anything but in and out."""
-    if prefix not in ("in", "out"):
-        raise AcutanceError(f"prefix says whether class and register tokens count: 'in' or 'out', not {prefix!r}")
 
 
 @dataclass
@@ -102,17 +95,18 @@ class MetricReader(Visitor):
     def __init__(
         self, metrics: str | Sequence[str], tap: str | Sequence[str], prefix: str = "in", model: nn.Module | None = None
     ) -> None:
-        check_prefix(prefix)
-        known, self.prefix, self.taps = available_metrics(), prefix, _chosen("tap", tap, TAPS)
-        self.names = _chosen("metric", known if metrics == "all" else metrics, [*known, "all"])
+        known, self.taps = available_metrics(), chosen("tap", tap, TAPS)
+        (self.prefix,) = chosen("prefix", [prefix], PREFIXES)
+        self.names = chosen("metric", known if metrics == "all" else metrics, [*known, "all"])
         self.token_metrics = [n for n in self.names if n in metric_room.TOKEN_METRICS]
         self.attention_metrics = [n for n in self.names if n not in self.token_metrics]
         attends = {"attention", "values"} & set(self.taps) or self.attention_metrics
         wanted = {"leave": "block" in self.taps, "attend": attends, "final": "final" in self.taps}
         self.needs = {"enter": (1,)} | {method: EVERY for method, is_wanted in wanted.items() if is_wanted}
         if model is not None and "block" in self.taps and (unread := sites.modules_unread(model)):
-            words = f"modules that are no blocks are not read and not counted as layers: {', '.join(unread)}"
-            warnings.warn(words, AcutanceWarning, stacklevel=3)
+            warn(
+                f"modules that are no blocks are not read and not counted as layers: {', '.join(unread)}", stacklevel=4
+            )
         layers = sites.layers_of(model) if model is not None and ATTENTION_COSINE in self.names else []
         self.moving = [number for site, number in layers if has_windows(site.attention)]
         self.autocast: str | None = None  # the dtype that the blocks run in; a model's forward may enter its own
@@ -251,7 +245,8 @@ def pooled(parts: Sequence[Moments]) -> tuple[float, float, int]:
     return float(mean), float(np.sqrt(variance)) if np.isfinite(mean) else np.inf, int(counts.sum())
 
 
-def _chosen(what: str, choice: str | Sequence[str], known: Sequence[str]) -> list[str]:
+def chosen(what: str, choice: str | Sequence[str], known: Sequence[str]) -> list[str]:
+    """The names chosen, all of which are known."""
     names = [choice] if isinstance(choice, str) else list(choice)
     unknown = [name for name in names if name not in known]
     if unknown or not names:

@@ -15,6 +15,7 @@ from acutance.attention import AttentionCall
 from acutance.attention.operator import HIDDEN
 from acutance.errors import AcutanceError, ShapeError
 
+Fed = Tensor | Mapping[str, Any]  # what goes into a model: one tensor, or keyword arguments
 SPECIAL = "special_tokens_mask"  # the tokeniser's class and separator tokens; no model takes it
 # The usual arguments. Those of torch end in key_padding_mask and are True for padding. NaFlex models take patch_valid.
 PADDING = ("attention_mask", "src_key_padding_mask", "key_padding_mask", "patch_valid")
@@ -22,14 +23,14 @@ DECODER_PADDING = ("decoder_attention_mask", "tgt_key_padding_mask")
 IMAGE_PADDING = ("pixel_attention_mask", "pixel_mask", "patch_valid")
 
 
-def possible_rows(batch: Any) -> tuple[Container[int], Container[int], int]:
+def possible_rows(batch: Fed) -> tuple[Container[int], Container[int], int]:
     """How many rows of tokens a model may make of a batch, or of grids, if its first axis is the samples.
 
     Last, the most rows if it is not.
     """
-    fed = inputs_of(batch)
-    tensors = [x for x in fed if isinstance(x, Tensor) and x.ndim > 0]
-    if not tensors or any(isinstance(x, (list, tuple)) for x in fed):  # samples of any shape, one by one
+    arguments = arguments_of(batch)
+    tensors = [x for x in arguments if isinstance(x, Tensor) and x.ndim > 0]
+    if not tensors or any(isinstance(x, (list, tuple)) for x in arguments):  # samples of any shape, one by one
         return range(sys.maxsize), range(sys.maxsize), sys.maxsize
     several = [x for x in tensors if x.ndim > 4 or (x.ndim == 3 and not x.is_floating_point())]  # views, or choices
     lengths = {len(x) for x in tensors}
@@ -81,7 +82,7 @@ class TokenLayout:
     @classmethod
     def of(
         cls,
-        batch: Any,
+        batch: Fed,
         *,
         special_token_counts: tuple[int, int] = (0, 0),
         special: bool = True,
@@ -94,22 +95,22 @@ class TokenLayout:
         Tokens that the tokeniser marked count if `special`. A `decoder` may have its own masks. Beside `images`, other
         masks and positions are those of a text. What a model that `pads` adds to the tokens given does not count.
         """
-        if not isinstance(batch, Mapping):
-            (x,) = inputs_of(batch)
-            batch = {"input_ids": x} if isinstance(x, Tensor) and 1 < x.ndim < 4 else {}
+        if isinstance(batch, Tensor):
+            batch = {"input_ids": batch} if 1 < batch.ndim < 4 else {}
         for inside in [value for value in batch.values() if isinstance(value, Mapping)]:
             batch = {**inside, **batch}  # NaFlex models of timm may be given everything in one argument
         decoder = decoder and any(str(name).startswith(("decoder_", "tgt")) for name in batch)  # OPT's has none
         names = IMAGE_PADDING if images else DECODER_PADDING if decoder else PADDING
-        documents = _packed(batch) if names is PADDING else None
-        padding = mask = _padding(batch, names, is_packed=documents is not None)
+        text = next((x for x in map(batch.get, ("input_ids", "inputs_embeds")) if isinstance(x, Tensor)), None)
+        rows = 1 if text is None else len(text)
+        documents = _packed(batch, rows) if names is PADDING else None
+        padding = mask = _padding(batch, names, rows, is_packed=documents is not None)
         excludes_special = not special and names is PADDING and isinstance(batch.get(SPECIAL), Tensor)
         if excludes_special:
             content = ~batch[SPECIAL].bool()
             mask = content if padding is None else padding & content
         mask = None if mask is None or bool(mask.all()) else mask
-        text = [x for x in (batch.get("input_ids"), batch.get("inputs_embeds")) if isinstance(x, Tensor)]
-        given = text[0].shape[1] if pads and text and names is PADDING else None
+        given = text.shape[1] if pads and text is not None and names is PADDING else None
         # Models take restarting positions for packed documents only where no mask marks padding.
         return cls(mask, special_token_counts, documents if padding is None else None, excludes_special, given)
 
@@ -195,29 +196,33 @@ def refuse_single(batches: object) -> None:
         raise AcutanceError(f"batches is {what}, which is one batch: write [batch], or pass a DataLoader")
 
 
-def inputs_of(batch: Any) -> list[Any]:
-    """The arguments that a batch of any accepted form feeds."""
+def fed_of(batch: Any) -> Fed:
+    """What a batch of any accepted form feeds."""
     if isinstance(batch, Mapping):
-        return [x for value in batch.values() for x in (inputs_of(value) if isinstance(value, Mapping) else [value])]
-    return [batch[0] if isinstance(batch, (tuple, list)) and batch else batch]
+        return batch
+    fed = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    if not isinstance(fed, Tensor):
+        given = type(fed).__name__
+        raise AcutanceError(f"a batch must be a tensor, a (tensor, …) tuple or a mapping of arguments, not {given}")
+    return fed
 
 
-def _rows(batch: Mapping[str, Any]) -> int:
-    inputs = (batch.get(name) for name in ("input_ids", "inputs_embeds"))
-    return next((len(x) for x in inputs if isinstance(x, Tensor)), 1)
+def arguments_of(fed: Any) -> list[Any]:
+    """The tensor, or the values in a mapping."""
+    return [x for value in fed.values() for x in arguments_of(value)] if isinstance(fed, Mapping) else [fed]
 
 
-def _packed(batch: Mapping[str, Any]) -> Documents | None:
+def _packed(batch: Mapping[str, Any], rows: int) -> Documents | None:
     positions = batch.get("position_ids")
     if not isinstance(positions, Tensor) or positions.ndim != 2:
         return None
     if len(positions) == 1:  # models broadcast one row of positions over the batch
-        positions = positions.expand(_rows(batch), -1)
+        positions = positions.expand(rows, -1)
     documents = Documents.of(positions.cpu())
     return documents if len(documents.rows) > len(positions) else None
 
 
-def _padding(batch: Mapping[str, Any], names: Sequence[str], *, is_packed: bool) -> Tensor | None:
+def _padding(batch: Mapping[str, Any], names: Sequence[str], rows: int, *, is_packed: bool) -> Tensor | None:
     """(batch, tokens), False where an argument of one of these names marks padding; None if none is given."""
     for name in names:
         mask, marks_padding = batch.get(name), name.endswith("key_padding_mask")
@@ -230,7 +235,7 @@ def _padding(batch: Mapping[str, Any], names: Sequence[str], *, is_packed: bool)
             given = f"{name} is {tuple(mask.shape)}, but tells which tokens are padding only as (batch, tokens)"
             raise ShapeError(f"{given}: measure images without padding, those of one size together")
         if mask.ndim > 2 and not marks_padding:
-            return _padding_of_pairs(name, mask, _rows(batch), is_packed=is_packed)
+            return _padding_of_pairs(name, mask, rows, is_packed=is_packed)
     return None
 
 

@@ -20,7 +20,7 @@ from acutance import distributed as processes
 from acutance import sites
 from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError
-from acutance.measure.samples import SPECIAL, TokenLayout, possible_rows, refuse_single
+from acutance.measure.samples import SPECIAL, Fed, TokenLayout, fed_of, possible_rows, refuse_single
 from acutance.sites.structure import bare_module, evaluating, is_sharded
 from acutance.version import __version__
 
@@ -33,7 +33,7 @@ class Batch:
 
     model: nn.Module  # the whole model
     part: str | None  # that is read
-    fed: Any  # a tensor, a (tensor, …) tuple or a mapping of arguments
+    fed: Fed
     counts: bool = True  # False if this process reruns another's batch, which FSDP may need
     asked: dict[str, TokenLayout] = field(default_factory=dict, init=False)  # what `samples` gave
 
@@ -87,17 +87,17 @@ def walk(
             batches = processes.share(batches, rank, size)
         own, waits = track(batches, progress if rank == 0 else None, stack), across_processes and is_sharded(bare)
         shares = processes.pad_uneven_batches(own) if waits else zip(own, repeat(True), strict=False)
-        for number, (fed, counts) in enumerate(shares):
-            batch = Batch(bare, part, fed, counts)
+        for number, (given, counts) in enumerate(shares):
+            batch = Batch(bare, part, fed_of(given), counts)
             for visitor in visitors:
                 visitor.begin(batch)
             with ExitStack() as around:
                 if number == 0:  # once only: the check waits for the device
-                    around.enter_context(sites.checking_blocks(target, *possible_rows(fed)))
+                    around.enter_context(sites.checking_blocks(target, *possible_rows(batch.fed)))
                 for packed in [samples for samples in batch.asked.values() if samples.documents is not None]:
                     with suppress(AcutanceError):  # another reads this attention and checks it, or nobody can
                         around.enter_context(sites.find(target)[0].observe(packed.refuse_mixing))
-                feed(bare, fed)
+                feed(bare, batch.fed)
             for visitor in visitors:
                 visitor.end()
 
@@ -142,14 +142,8 @@ def track(batches: Iterable[Any], progress: str | None, stack: ExitStack) -> Ite
 def feed(model: nn.Module, batch: Any) -> Any:
     """Run one batch of any accepted form through the model, on the model's device."""
     device = next(model.parameters()).device
-    if isinstance(batch, Mapping):
-        inputs = {name: value for name, value in batch.items() if name != SPECIAL}
-        return model(**map_tensors(inputs, lambda tensor: tensor.to(device)))
-    inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
-    if not isinstance(inputs, Tensor):
-        given = type(inputs).__name__
-        raise AcutanceError(f"a batch must be a tensor, a (tensor, …) tuple or a mapping of arguments, not {given}")
-    return model(inputs.to(device))
+    fed = map_tensors(fed_of(batch), lambda tensor: tensor.to(device))
+    return model(fed) if isinstance(fed, Tensor) else model(**{name: x for name, x in fed.items() if name != SPECIAL})
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
