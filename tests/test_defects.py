@@ -8,7 +8,6 @@ import os
 import resource
 import shutil
 import struct
-import threading
 from pathlib import Path
 
 import pytest
@@ -104,17 +103,6 @@ def at_most_8_gb() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_weights_that_are_not_finite_are_named(value: float, tmp_path: Path) -> None:
-    """LAPACK took the interpreter down with it."""
-    torch.manual_seed(0)
-    model = ac.models.ViT(**SIZES)
-    with torch.no_grad():
-        model.blocks[1].attn.proj.weight[0, 0] = value
-    done = run_forked("explain", ac.save(model, tmp_path / "model.safetensors"))
-    assert_refused(done, "layer 2: W_proj holds")
-
-
 @pytest.mark.parametrize("order", [list(range(9)), [0, *range(16, 0, -1)]], ids=["dropped", "reversed"])
 def test_tokens_that_are_dropped_or_moved_between_layers_are_refused(order: list[int]) -> None:
     """The values of one token were pulled to those of another."""
@@ -126,27 +114,3 @@ def test_tokens_that_are_dropped_or_moved_between_layers_are_refused(order: list
     ac.mitigate(model, "neutreno:0.4")
     with pytest.raises(ac.AcutanceError, match=r"v⁰|dropped"):
         model(torch.randn(1, 3, 32, 32))
-
-
-def test_threads_share_a_mitigated_model() -> None:
-    """They were refused by chance, or given one another's v⁰."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=48, vocab_size=99)).eval()
-    ac.mitigate(model, "neutreno:0.4")
-    found: list[list[torch.Tensor]] = [[], []]
-    given = [torch.randint(99, (4, 48)) for _ in found]
-
-    def answer(number: int, times: int) -> None:
-        with torch.no_grad():
-            found[number] += [model(given[number], use_cache=False).logits for _ in range(times)]
-
-    answer(0, 1), answer(1, 1)
-    threads = [threading.Thread(target=answer, args=(number, 30)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for answers in found:
-        assert len(answers) == 31  # a thread ends where it is refused
-        torch.testing.assert_close(answers, [answers[0]] * 31)

@@ -5,9 +5,7 @@ parameters are those of the mitigated model by name.
 """
 
 import copy
-import sys
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
@@ -225,24 +223,6 @@ def generated(case, model, given):
     return torch.stack(result.logits, 1), again
 
 
-def in_threads(case, model, fed):
-    """The answers of two threads, each with arguments of its own."""
-
-    @torch.no_grad()
-    def work(each):
-        return [answer(case, model, *each) for _ in range(6)]
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(work, fed))
-    except AcutanceError as error:
-        raise AssertionError(f"refused by chance, in one of two threads: {case}") from error
-    finally:
-        sys.setswitchinterval(interval)
-
-
 def assert_same(found, wanted, what):
     error = (found - wanted).detach().abs().max() / (1 + wanted.detach().abs().max())
     assert error < 1e-8, f"{what} is off by {error:.3g}"
@@ -271,7 +251,8 @@ def check(case):
         return False
     wanted = [answer(case, partial(plain, state), *each) for each in fed]
     assert_same(found, wanted[0], "the output")
-    for right, answers in zip(wanted, in_threads(case, model, fed) if case.way == "threads" else ([], []), strict=True):
+    work = torch.no_grad()(lambda number: answer(case, model, *fed[number]))
+    for right, answers in zip(wanted, tiny.in_threads(2, work) if case.way == "threads" else ([], []), strict=True):
         for each in answers:
             assert_same(each, right, "an answer of one of two threads")
     if case.way in ("eager", "checkpointing"):

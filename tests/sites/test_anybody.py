@@ -5,10 +5,8 @@ And what a forward pass of any model is: it belongs to its thread, and nothing o
 
 import copy
 import gc
-import threading
 import warnings
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import hf_zoo
 import pytest
@@ -192,18 +190,6 @@ def test_a_norm_that_cannot_be_placed_is_not_known_rather_than_none():
     assert sites.find(nn.Sequential(*hidden))[0].pre_norm() is hidden[0].norm1
 
 
-def in_threads(count, work):
-    """All start together; what goes wrong in one is raised here."""
-    barrier = threading.Barrier(count)
-
-    def run(number):
-        barrier.wait()
-        return [work(number) for _ in range(5)][-1]
-
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(run, range(count)))
-
-
 @pytest.mark.parametrize(
     ("name", "spec"), [*((n, "neutreno:0.6") for n in ("sdpa", "matmul", "llama")), ("sdpa", "eigen:negative")]
 )
@@ -214,7 +200,8 @@ def test_threads_on_one_model_do_not_mix(name, spec):
     def work(number):
         return gradients(model, sites.tokens_out(model(ids(seed=number, count=5 + number))))
 
-    torch.testing.assert_close(in_threads(3, work), [work(number) for number in range(3)], rtol=1e-9, atol=1e-13)
+    expected = [[work(number)] * 5 for number in range(3)]
+    torch.testing.assert_close(models.in_threads(3, work), expected, rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.parametrize("strict", [False, True])

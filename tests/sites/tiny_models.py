@@ -1,5 +1,8 @@
 """Tiny models: our ViT, those made of nn.MultiheadAttention, torch's own and such as people write."""
 
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -117,6 +120,22 @@ def with_gradients(output, parameters):
     (output * weights).sum().backward()
     found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
     return found | {"output": output.detach()}
+
+
+def in_threads(count, work):
+    """What `work` gives for each number, five times; all start together, and what goes wrong in one is raised here."""
+    barrier, interval = threading.Barrier(count), sys.getswitchinterval()
+
+    def run(number):
+        barrier.wait()
+        return [work(number) for _ in range(5)]
+
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(count) as pool:
+            return list(pool.map(run, range(count)))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def leaves_of(model):
