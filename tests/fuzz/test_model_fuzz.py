@@ -26,6 +26,7 @@ from sites.hf_zoo import DECODER, ENDS, GPT, TEXT, VISION, in_float64, library
 from sites.tiny_models import DIM, Made, shaken
 
 BATCH, TOKENS, HEADS, NEW = 2, 8, 4, 4
+REFUSES_MORE = False  # as 0.1 does
 REMEDIES = {  # every mitigation has a row here, and its formula in parity_formula
     "neutreno": ["", "learn=head", "learn=layer", "detach=true", "learn=head,detach=true"],
     "attnscale": [""],
@@ -242,7 +243,7 @@ def check(case):
             with torch.set_grad_enabled(case.way in ("eager", "checkpointing")):
                 found = answer(case, model, *fed[0])
     except AcutanceError:
-        if not case.must_be_refused:
+        if not (case.must_be_refused or REFUSES_MORE):
             raise
         return True
     assert not case.must_be_refused, "it should have been refused"
