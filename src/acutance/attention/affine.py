@@ -44,21 +44,21 @@ class Program(NamedTuple):
         return not (_is_zero(self.strength) and _is_zero(self.residual))
 
     def values(self, v: Tensor, call: AttentionCall) -> Tensor:
-        if _is_zero(self.residual) or (first := self._first(call)) is None:
-            return v
-        return v + _by_head(self.residual, v) * (first - v)
+        first = self._first(call, self.residual)
+        return v if first is None else v + _by_head(self.residual, v) * (first - v)
 
     def output(self, u: Tensor, w: Tensor, call: AttentionCall) -> Tensor:
         """All after attention, in plain torch, given u = A w."""
         if self.gain is not None:
             gain = _by_head(self.gain, u)
             u = (1 + gain) * u - gain * call.visible_mean(w)
-        if _is_zero(self.strength) or (first := self._first(call)) is None:
-            return u
-        return u + _by_head(self.strength, u) * (call.rows(first, u) - call.rows(w, u))
+        first = self._first(call, self.strength)
+        return u if first is None else u + _by_head(self.strength, u) * (call.rows(first, u) - call.rows(w, u))
 
-    def _first(self, call: AttentionCall) -> Tensor | None:
-        return None if call.v0 is None else call.v0.detach() if self.detach else call.v0
+    def _first(self, call: AttentionCall, share: Tensor | float) -> Tensor | None:
+        if _is_zero(share) or call.v0 is None:
+            return None
+        return call.v0.detach() if self.detach else call.v0
 
 
 NOTHING = Program()

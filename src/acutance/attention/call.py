@@ -83,8 +83,7 @@ class AttentionCall:
                 raise AcutanceError(f"{self.name}: {self.refusal}")
             if self.q is None or self.k is None:
                 assert self.logits is not None, "a written softmax has its logits"
-                self.operator = AttentionOperator.from_logits(self.logits, self.sink)
-                self.operator.key_heads = self.v.shape[1]
+                self.operator = AttentionOperator.from_logits(self.logits, self.sink, self.v.shape[1])
             else:
                 options: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS}
                 self.operator = AttentionOperator(self.q, self.k, **options)

@@ -46,6 +46,8 @@ class AttentionOperator:
     kernel: str = "softmax"
     softcap: float | None = None
     sink: Tensor | None = None
+    key_heads: int = 0  # of values that A takes beside one per head; by default those of k
+    has_keys: bool = True  # False where only logits are known
 
     def __post_init__(self) -> None:
         q, k, kernel, sink = self.q, self.k, self.kernel, self.sink
@@ -65,23 +67,21 @@ class AttentionOperator:
         if self.softcap is not None and not (self.is_exponential and self.softcap > 0):
             raise AcutanceError(f"a softcap is positive and for exponential kernels; got {self.softcap} for {kernel!r}")
         self.scale = q.size(-1) ** -0.5 if self.scale is None else self.scale
-        self.heads, self.key_heads = q.size(1), k.size(1)
+        self.heads, self.key_heads = q.size(1), self.key_heads or k.size(1)
         if KERNELS[kernel].queries_are_keys:
             if q.size(-2) != k.size(-2):
                 raise ShapeError(f"kernel {kernel!r} needs as many queries as keys; {both}")
             self.q = self.k = q = k = repeat_heads(k, self.heads)
         self.dtype, self.device = q.dtype, q.device
         self.shape: tuple[int, int, int, int] = (q.size(0), self.heads, q.size(-2), k.size(-2))
-        mask, exponential = self.mask, self.is_exponential
-        self.mask4 = None if mask is None else products.as_four_axes(mask, self.shape, exponential=exponential)
-        if sink is not None and (sink.shape != (self.heads,) or not exponential):
+        self.mask4 = None if self.mask is None else products.as_four_axes(self.mask, self.shape, self.is_exponential)
+        if sink is not None and (sink.shape != (self.heads,) or not self.is_exponential):
             given = f"got {tuple(sink.shape)}, {kernel!r}"
             raise ShapeError(f"a sink is one logit per head ({self.heads},) of an exponential kernel; {given}")
-        self.has_keys = True  # False where only logits are known
         self.remembered: tuple[tuple[int, ...], Tensor] | None = None  # by `attention_sums`
 
     @classmethod
-    def from_logits(cls, logits: Tensor, sink: Tensor | None = None) -> "AttentionOperator":
+    def from_logits(cls, logits: Tensor, sink: Tensor | None = None, key_heads: int = 0) -> "AttentionOperator":
         """The operator softmax(logits), of a model that wrote its attention out: (batch, heads, queries, keys).
 
         The logits are the queries and unit vectors the keys, so q kᵀ is the logits. What is hidden becomes a mask.
@@ -90,9 +90,8 @@ class AttentionOperator:
         batch, heads, _, keys = logits.shape
         visible = is_visible(logits)
         units = torch.eye(keys, dtype=logits.dtype, device=logits.device).expand(batch, heads, keys, keys)
-        made = cls(logits.masked_fill(~visible, 0), units, mask=visible, scale=1.0, sink=sink)
-        made.has_keys = False
-        return made
+        options: dict[str, Any] = {"mask": visible, "sink": sink, "key_heads": key_heads, "has_keys": False}
+        return cls(logits.masked_fill(~visible, 0), units, scale=1.0, **options)
 
     def __repr__(self) -> str:
         details = f"shape={self.shape}, kernel={self.kernel!r}, causal={self.causal}, scale={self.scale:.4g}"
@@ -235,10 +234,8 @@ class AttentionOperator:
         return self.replace(q=q, k=k)  # what uses mask and sink converts them
 
     def replace(self, **changes: Any) -> "AttentionOperator":
-        given = {name: getattr(self, name) for name in ("q", "k", *OPTIONS)}
-        other = AttentionOperator(**{**given, **changes})
-        other.key_heads, other.has_keys = self.key_heads, self.has_keys
-        return other
+        given = {name: getattr(self, name) for name in ("q", "k", *OPTIONS, "key_heads", "has_keys")}
+        return AttentionOperator(**{**given, **changes})
 
     def _promoted(self, x: Tensor) -> "tuple[AttentionOperator, Tensor]":
         """Operator and operand in one dtype, the wider of the two; autocast chooses its own."""

@@ -50,10 +50,8 @@ def _distance_channels(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     half_norm = k.to(accumulation_dtype(k)).square().sum(-1, keepdim=True) / 2
     leading = half_norm.to(k.dtype)
     remainder = (half_norm - leading).to(k.dtype)  # what half precision rounds away goes into a second channel
-    spare = -(q.size(-1) + 2) % 8
     ones = torch.ones_like(q[..., :1])
-    q, k = torch.cat([q, ones, ones], dim=-1), torch.cat([k, -leading, -remainder], dim=-1)
-    return F.pad(q, (0, spare)), F.pad(k, (0, spare))
+    return torch.cat([q, ones, ones], dim=-1), torch.cat([k, -leading, -remainder], dim=-1)
 
 
 def _log_elu_plus_one(x: Tensor) -> Tensor:
@@ -103,7 +101,7 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.size(1) == heads else x.repeat_interleave(heads // x.size(1), dim=1)
 
 
-def as_four_axes(mask: Tensor, shape: tuple[int, int, int, int], *, exponential: bool) -> Tensor:
+def as_four_axes(mask: Tensor, shape: tuple[int, int, int, int], exponential: bool) -> Tensor:
     """A view of the mask that broadcasts against (B, H, N, M); a (B, M) bool mask is a mask of the keys."""
     batch, _, _, keys = shape
     if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -182,10 +180,8 @@ class Tiles:
         if A.causal:
             last_seen = torch.arange(rows.start, rows.stop, device=A.device) + ahead
             seen = torch.arange(keys, device=A.device) <= last_seen[:, None]
-            if mask is None or mask.dtype == torch.bool:
-                mask = seen if mask is None else mask & seen
-            else:
-                mask = mask.masked_fill(~seen, -torch.inf)
+            hidden = -torch.inf if mask is not None and mask.is_floating_point() else False
+            mask = seen if mask is None else mask.masked_fill(~seen, hidden)
         if mask is None:
             return log_weights, None, 0.0
         mask, dead, top = open_rows(mask, self.q.dtype)

@@ -34,13 +34,16 @@ def selected(A: AttentionOperator, select: Select, count: int) -> Ritz:
     More than 512 tokens take Arnoldi iteration, unless A is triangular or too many eigenvalues are asked for.
     """
     tokens = A.shape[-1]
-    if not A.is_triangular and tokens > DENSE_TOKENS and count <= MOST_VALUES:
-        return _by_arnoldi(A, select, count)
-    if not A.is_triangular and tokens > LARGEST_DENSE_TOKENS:
-        advice = f"pass k <= {MOST_VALUES} for the k largest (all of them up to {LARGEST_DENSE_TOKENS} tokens)"
-        raise AcutanceError(f"{count} eigenvalues would need the {tokens} × {tokens} matrix; {advice}")
     if A.is_triangular:
         values = require_finite(A.diagonal(), "the diagonal of A")
+    elif tokens > DENSE_TOKENS and count <= MOST_VALUES:
+        A = A.to(accumulation_dtype(A.q, A.k))
+        plain, scale = A.without_sink(), 1 if A.sink is None else A.row_scale  # once for all products
+        # Where rows sum to one, μ = 1 is known from the first product.
+        return arnoldi(lambda x: scale * plain.apply(x), _start(A), select, count, tolerance_of(A))
+    elif tokens > LARGEST_DENSE_TOKENS:
+        advice = f"pass k <= {MOST_VALUES} for the k largest (all of them up to {LARGEST_DENSE_TOKENS} tokens)"
+        raise AcutanceError(f"{count} eigenvalues would need the {tokens} × {tokens} matrix; {advice}")
     elif A.is_reversible:
         # A = k_ij / d_i with k symmetric has the real spectrum of the symmetric k_ij / √(d_i d_j) = √(A_ij A_ji).
         entries = require_finite(A.dense(), "A")
@@ -50,14 +53,6 @@ def selected(A: AttentionOperator, select: Select, count: int) -> Ritz:
     values = values if values.is_complex() else torch.complex(values, torch.zeros_like(values))
     found = values.gather(-1, select(values))
     return Ritz(found, torch.zeros_like(found.real), tokens)
-
-
-def _by_arnoldi(A: AttentionOperator, select: Select, count: int) -> Ritz:
-    tolerance, A = tolerance_of(A), A.to(accumulation_dtype(A.q, A.k))
-    scale = 1 if A.sink is None else A.row_scale.to(A.dtype)  # once for all products
-    plain = A.without_sink()
-    # Where rows sum to one, μ = 1 is known from the first product.
-    return arnoldi(lambda x: scale * plain.apply(x), _start(A), select, count, tolerance)
 
 
 def tolerance_of(A: AttentionOperator) -> float:
