@@ -174,7 +174,7 @@ def test_what_would_make_another_run_is_refused(run, tmp_path):
         assert_refused(run, words, change, "loop.epochs=3")  # with steps left, too
     several = ("loop.seed=5", "loop.batch_size=32", "loop.log_every=4")
     assert_refused(run, r"with loop\.batch_size 32 instead of 16, loop\.seed 5 instead of 0, which", *several)
-    assert_refused(run, "trained by adamw, whose moments muon cannot go on from", "optim.name=muon")
+    assert_refused(run, "trained by adamw, whose moments muon cannot use", "optim.name=muon")
     for change in ("optim.lr=1", "schedule.final=1e-3", "loop.log_every=7", "loop.epochs=2.001"):
         assert_refused(run, rf"at step 16 of 16, so {re.escape(change.partition('=')[0])} ", change)
     with pytest.raises(AcutanceError, match="holds a run already: --resume"):
@@ -206,10 +206,10 @@ def test_a_finished_run_has_nothing_left_to_do_and_can_be_made_longer(run, train
     assert fit(tiny(), run, resume=True)[0] == trained("adamw")[1]
     assert on_disk(run) == before
     assert fit(tiny("loop.epochs=3"), run, resume=True)[0]["step"] == 3 * STEPS_PER_EPOCH
-    assert_refused(run, "run is 24 steps far, and loop.epochs=1 ends after 8", "loop.epochs=1")  # nor cut short
+    assert_refused(run, "run is at step 24, but loop.epochs=1 ends after 8", "loop.epochs=1")  # nor cut short
     assert json.loads((run / "run.json").read_text())["sessions"][-1]["changed"] == {"loop.epochs": [2.0, 3.0]}
     shutil.rmtree(run / "checkpoints")
-    message = "run is finished, and .*checkpoints holds no checkpoint to go on from"
+    message = "run is finished, and .*checkpoints holds no checkpoint to resume from"
     assert_refused(run, message, "loop.epochs=4")
     assert fit(tiny("loop.epochs=3"), run, resume=True)[0]["step"] == 3 * STEPS_PER_EPOCH  # nothing was wanted
     (run / "result.json").unlink()  # as of one that was being made longer
@@ -295,7 +295,7 @@ def test_a_language_model_is_compared_as_its_text_makes_it(tmp_path):
     ("start", "message"),
     [
         ({"heads": 4}, "heads 4, and a model with heads 2 .*: --set task.model.heads=4"),
-        ({"mitigation": "eigen:negative"}, "with eigen:negative .*An eigen is put into them"),
+        ({"mitigation": "eigen:negative"}, "with eigen:negative .*acutance.fold turns an eigen"),
         ({"dim": 16}, "does not fit the model .*of another size"),
         ("nowhere.safetensors", "there is no .*nowhere.safetensors to start from .*task.weights.*: train it first"),
         ("begun", "is a folder: name the file, --set task.weights=.*begun/model.safetensors"),

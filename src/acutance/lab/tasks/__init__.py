@@ -10,7 +10,7 @@ from acutance.errors import AcutanceError
 from acutance.lab.data.seeds import generator
 from acutance.lab.tasks.base import BatchSlice, Task
 
-# Imported when asked for: a task brings its data set's and its model's modules along.
+# Imported when asked for, since a task imports the modules of its data set and its model.
 TASKS = {
     "classification": "acutance.lab.tasks.classification:ClassificationTask",
     "imagenet": "acutance.lab.tasks.imagenet:ImageNetTask",
@@ -37,7 +37,7 @@ def config_class(kind: str) -> type[Any]:
 
 
 def samples(config: Any, split: str, count: int) -> Tensor:
-    """So many samples of a task's data, or all there are: chosen at random, the same for all models and seeds."""
+    """At most `count` samples of a task's data, chosen at random and the same for all models and seeds."""
     task = task_class(config.kind)(config, seed=0, device=torch.device("cpu"))
     chosen = torch.randperm(task.size(split), generator=generator("cpu", 0))[:count].sort().values
     return task.inputs(split, chosen.tolist())

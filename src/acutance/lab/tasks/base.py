@@ -1,4 +1,4 @@
-"""What is learnt: a task knows its data, model, loss and score; the loop knows nothing else about it."""
+"""What a run learns: a task has its data, model, loss and score. The loop knows nothing else about it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ RANGES: Mapping[str, Callable[[Any], bool]] = {
 
 
 def check_ranges(part: str, config: Any, ranges: Mapping[str, str]) -> None:
-    """Refuse fields outside their range; `ranges` has the names of fields by one of `RANGES`, with spaces between."""
+    """Refuse fields outside their range. `ranges` maps a key of `RANGES` to names of fields, separated by spaces."""
     for words, name in ((words, name) for words, names in ranges.items() for name in names.split()):
         value = getattr(config, name)
         if value is not None and not all(map(RANGES[words], value if isinstance(value, tuple) else (value,))):
@@ -36,13 +36,13 @@ def check_ranges(part: str, config: Any, ranges: Mapping[str, str]) -> None:
 
 
 def incidental(default: Any) -> Any:
-    """A field that says where, how fast or how often, but not what is trained: runs that differ in it are the same."""
+    """A field that says where, how fast or how often, but not what is trained. Runs may differ in it."""
     return field(default=default, metadata={"incidental": True})
 
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """Which rows of every global batch are wanted: part `index` of `count` equal ones, by process or accumulated."""
+    """Some rows of every global batch: part `index` of `count` equal parts, for a process or for accumulation."""
 
     index: int = 0
     count: int = 1
@@ -56,27 +56,27 @@ class BatchSlice:
 
 
 class Task(ABC, Generic[ConfigT]):
-    """One task on one data set. Everything random is a function of (seed, step), never of what ran before.
+    """One task on one data set. Everything random depends on (seed, step) alone, never on what ran before.
 
-    So a resumed run equals one that was never stopped, and nothing about the data has to be saved.
+    A resumed run therefore equals one that was never stopped, and nothing about the data has to be saved.
     """
 
     headline: ClassVar[str]  # the score by which the best checkpoint is kept
     higher_is_better: ClassVar[bool] = True
     unit: ClassVar[str] = "images"  # what throughput counts
-    made_on_device: ClassVar[bool] = False  # batches, without the host's help: a GPU makes the next during a step
+    made_on_device: ClassVar[bool] = False  # whether a GPU makes batches by itself, and so the next one during a step
     probe_samples: ClassVar[int] = 64
-    monitored_part: ClassVar[str | None] = None  # of the model, where it has several stacks of layers
+    monitored_part: ClassVar[str | None] = None  # of a model with several stacks of layers
 
     def __init__(self, config: ConfigT, *, seed: int, device: torch.device) -> None:
         self.config, self.seed, self.device = config, seed, device
 
     @abstractmethod
     def build_model(self) -> nn.Module:
-        """A new model, initialised under whatever random state is current, on the CPU."""
+        """A new model on the CPU, initialised from the current random state."""
 
     def bare_model(self) -> nn.Module:
-        """The same without initial weights, whose file may be gone: trained ones are put in afterwards."""
+        """The same without initial weights, whose file may be gone. Trained weights replace them anyway."""
         bare, none = copy(self), {name: None for name in STARTS if hasattr(self.config, name)}
         bare.config = replace(self.config, **none)  # type: ignore[type-var]
         return bare.build_model()
@@ -90,7 +90,7 @@ class Task(ABC, Generic[ConfigT]):
         raise AcutanceError(f"a {type(self).__name__} has no samples to measure: leave loop.monitor_every unset")
 
     def inputs(self, split: str, indices: Sequence[int]) -> Tensor:
-        """Samples of a split in the form the model takes, as for evaluation."""
+        """Samples of a split as the model takes them in evaluation."""
         raise NotImplementedError
 
     def probe(self) -> Tensor:
@@ -107,11 +107,11 @@ class Task(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The mean loss over a batch; it calls `model` once, in the way that DDP and FSDP expect."""
+        """The mean loss over a batch. It calls `model` once, as DDP and FSDP expect."""
 
     @classmethod
     def evaluated_by(cls, split: str) -> tuple[str, ...]:
-        """The fields of the configuration, beside the model's, that scores on a split depend on."""
+        """The fields of the configuration that scores on a split depend on, without the model's."""
         return ()
 
     @abstractmethod
@@ -147,20 +147,21 @@ class ImageTask(Task[ConfigT]):
 def turns(count: int) -> list[int]:
     """Which of `count` parts of an evaluation this process does.
 
-    A sharded model needs all processes in every forward pass, so all have as many turns. The last part fills them up.
+    A sharded model needs all processes in every forward pass, so all get the same number of parts: the last part is
+    repeated as needed.
     """
     rank, world = rank_and_world_size()
     return [min(first + rank, count - 1) for first in range(0, count, world)]
 
 
 def in_order(own: Sequence[int], results: Iterable[T]) -> list[T]:
-    """The results of all processes, each part once: sums over them are exact for any number of processes."""
+    """The results of all processes, each part once and in order. Their sum is the same for any number of processes."""
     found = {index: result for part in gather([*zip(own, results, strict=True)]) for index, result in part}
     return [found[index] for index in sorted(found)]
 
 
 def load_and_install(model: Any, weights: str | None, mitigation: str | None, layers: Any = None) -> None:
-    """Load initial weights, then install the mitigation: an eigen starts from the weights it finds."""
+    """Load initial weights, then install the mitigation; an eigen starts from the loaded weights."""
     if weights is not None:
         load_checkpoint(model, weights)
     if mitigation is not None:
@@ -168,6 +169,6 @@ def load_and_install(model: Any, weights: str | None, mitigation: str | None, la
 
 
 def refuse_other_classes(name: str, classes: int, model: int) -> None:
-    """Refuse a model with another number of classes before training, not by a shape error in it."""
+    """Refuse a model with another number of classes before training starts."""
     if classes != model:
         raise AcutanceError(f"{name} has {classes} classes, the model {model}: set task.model.num_classes")

@@ -30,14 +30,14 @@ class ClassificationConfig:
     dataset: str
     model: ViTConfig
     data_dir: str | None = incidental(None)
-    train_on: Literal["train", "all"] = "train"  # all includes the slice "val": for a last run, when nothing is chosen
-    fraction: float = 1.0  # of the images trained on, by class: the seed chooses them, see data.source
+    train_on: Literal["train", "all"] = "train"  # all includes the slice "val": for a last run, after all choices
+    fraction: float = 1.0  # of each class's images to train on; the seed chooses them, see data.source
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     compile_augment: bool = incidental(False)
-    repeats: int = 1  # times an image comes in a batch, augmented anew (DeiT's repeated augmentation: 3)
+    repeats: int = 1  # how often an image is in a batch, augmented anew each time (DeiT's repeated augmentation: 3)
     weights: str | None = None  # start from these, e.g. to fine-tune; a file that acutance.io.load_checkpoint reads
-    xavier: bool = False  # start wider than DeiT's σ = 0.02, which is too narrow for few channels
-    depth_scaled: bool = False  # the last matrix of each branch starts 1/√(2 · depth) times as wide (GPT-2's rule)
+    xavier: bool = False  # Xavier's initialisation; DeiT's σ = 0.02 is too small for few channels
+    depth_scaled: bool = False  # scale the initial last matrix of each branch by 1/√(2 · depth) (GPT-2's rule)
 
     def __post_init__(self) -> None:
         base.check_ranges("task", self, {"1 or more": "repeats"})
@@ -54,7 +54,7 @@ class Classification(base.ImageTask[ConfigT]):
         self._augment = Augment(config.augment, classes=classes, mean=mean, std=std, device=self.device)
         self._augmented: Any = self._augment
         if config.compile_augment:
-            # Never with inductor's CUDA graphs, which write every batch to the same place: one is made ahead.
+            # Without inductor's CUDA graphs: they write every batch to the same place, but one batch is made ahead.
             self._augmented = torch.compile(self._augment, options={"triton.cudagraphs": False})
 
     @abstractmethod
@@ -63,7 +63,7 @@ class Classification(base.ImageTask[ConfigT]):
 
     @abstractmethod
     def _read(self, images: Any, indices: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Chosen images as they are, and their labels, `evaluated_at_once` at a time."""
+        """Chosen images without augmentation, and their labels, `evaluated_at_once` at a time."""
 
     def build_model(self) -> nn.Module:
         config: Any = self.config
@@ -71,7 +71,7 @@ class Classification(base.ImageTask[ConfigT]):
         return build_vit(config.model, weights=config.weights, **starts)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Of a distilled model, the mean over both heads."""
+        """Soft cross-entropy; for a distilled model, the mean over both heads."""
         images, targets = batch
         scores = model(images)
         heads = (scores,) if isinstance(scores, Tensor) else scores
@@ -89,14 +89,14 @@ class Classification(base.ImageTask[ConfigT]):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, *, split: str = "val") -> dict[str, float]:
-        """The processes share the work, exactly: sums are added in the order of the chunks."""
+        """The processes share the work. Sums are added in the order of the chunks, so their number changes nothing."""
         images = self._images(split)
         chunks = torch.arange(len(images)).split(self.evaluated_at_once)
         own = base.turns(len(chunks))
         model.eval()
         batches = self._read(images, torch.cat([chunks[index] for index in own]).tolist())
         sums = [_sums(model(self._augment.plain(batch)), labels) for batch, labels in batches]
-        found = base.in_order(own, torch.stack(sums).tolist())  # the host waits here only
+        found = base.in_order(own, torch.stack(sums).tolist())  # the host waits only here
         loss, top1, top5 = (sum(column) / len(images) for column in zip(*found, strict=True))
         return {"top1": 100 * top1, "top5": 100 * top5, "loss": loss}
 
@@ -131,7 +131,7 @@ class ClassificationTask(Classification[ClassificationConfig]):
     def _order(self, batch_size: int, epoch: int) -> Tensor:
         order = repeated(epoch_order(len(self._train), self.seed, epoch), batch_size, self.config.repeats)
         if self.device.type == "cuda":
-            order = order.pin_memory()  # from memory that is not pinned the host would wait for all steps so far
+            order = order.pin_memory()  # copying from pageable memory would make the host wait for all steps so far
         return order.to(self.device, non_blocking=True)
 
     @classmethod
@@ -147,9 +147,9 @@ class ClassificationTask(Classification[ClassificationConfig]):
 
 
 def build_vit(chosen: ViTConfig, *, weights: str | None, xavier: bool = False, depth_scaled: bool = False) -> ViT:
-    """A ViT, from weights if there are any, with its mitigation."""
+    """A ViT with its mitigation, from initial weights if any are named."""
     model = ViT(**replace(chosen, mitigation=None, mitigation_layers=None).to_dict())
-    if xavier:  # DeiT's σ = 0.02 suits 192 channels and more; at 48 a short training hardly leaves the origin
+    if xavier:  # DeiT's σ = 0.02 suits 192 channels and more; with 48, a short training hardly leaves the origin
         draw_xavier(model)
         nn.init.normal_(model.pos_embed, std=0.2)
     if depth_scaled:
@@ -162,7 +162,7 @@ def build_vit(chosen: ViTConfig, *, weights: str | None, xavier: bool = False, d
 
 
 def _sums(scores: Tensor, labels: Tensor) -> Tensor:
-    """Summed loss, images whose label is first, and among the first five; in float64, on the device."""
+    """The summed loss and the numbers of top-1 and top-5 hits, in float64 on the device."""
     scores = scores.float()
     best = scores.topk(min(5, scores.size(-1))).indices == labels[:, None]
     loss = F.cross_entropy(scores, labels, reduction="sum")

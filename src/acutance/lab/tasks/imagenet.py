@@ -28,13 +28,13 @@ class ImageNetConfig:
     data_dir: str | None = incidental(None)  # with train/<class>/, val/<class>/, or a folder imagenet/ that has them
     shards: str | None = incidental(None)  # instead of train/: tar files like /data/imagenet-train-{000000..000146}.tar
     test_shards: str | None = incidental(None)  # instead of val/
-    train_on: Literal["train", "all"] = "train"  # all includes the slice "val": for a last run, when nothing is chosen
-    held_out_every: int = data.HELD_OUT_EVERY  # one training image in so many of each class is the slice "val"
+    train_on: Literal["train", "all"] = "train"  # all includes the slice "val": for a last run, after all choices
+    held_out_every: int = data.HELD_OUT_EVERY  # one in this many training images of each class is in the slice "val"
     augment: AugmentConfig = DEIT
     compile_augment: bool = incidental(False)
-    repeats: int = REPEATS  # times an image comes in a batch; an epoch then sees that much fewer of them
+    repeats: int = REPEATS  # how often an image is in a batch; an epoch sees that many times fewer images
     weights: str | None = None  # start from these, e.g. to fine-tune; a file that acutance.io.load_checkpoint reads
-    workers: int = incidental(8)  # processes that decode, for each process that trains
+    workers: int = incidental(8)  # decoding processes per training process
 
     def __post_init__(self) -> None:
         check_ranges("task", self, {"1 or more": "repeats"})
@@ -50,7 +50,7 @@ class ImageNetTask(Classification[ImageNetConfig]):
     def __init__(self, config: ImageNetConfig, *, seed: int, device: torch.device) -> None:
         super().__init__(config, seed=seed, device=device)
         self._train = self._images(config.train_on)
-        if config.train_on == "all":  # an empty slice to score is refused now, not after some epochs
+        if config.train_on == "all":  # refuse an empty slice "val" now, not after some epochs
             data.choose(self._train.labels, "val", config.held_out_every, config.shards or str(config.data_dir))
         self._make_augment(config.model.num_classes, IMAGENET_MEAN, IMAGENET_STD)
 
@@ -78,7 +78,7 @@ class ImageNetTask(Classification[ImageNetConfig]):
 
 
 def load_imagenet(config: ImageNetConfig, split: SplitName) -> ImageFolder | WebShards:
-    """A split from the tree of folders, or from shards where the configuration names them."""
+    """A split, from shards if the configuration names them, otherwise from the tree of folders."""
     pattern = config.test_shards if split == "test" else config.shards
     if pattern is not None:
         return WebShards(pattern, split, every=config.held_out_every, classes=config.model.num_classes)

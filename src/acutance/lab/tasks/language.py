@@ -15,24 +15,24 @@ from acutance.lab.tasks.base import BatchSlice, Task, check_ranges, in_order, in
 from acutance.models import LanguageConfig
 from acutance.models.language import LanguageModel
 
-LARGEST_LOSS = 700.0  # of which the exponential is still a number
+LARGEST_LOSS = 700.0  # its exponential is still finite
 
 
 @dataclass(frozen=True)
 class LanguageTaskConfig:
     """Which text, which model, and how it is read; the defaults are NeuTRENO's experiment on WikiText-103.
 
-    The model's vocabulary is the text's, and its cut-offs are those below that.
+    The model takes the text's vocabulary, and the cut-offs that are smaller than it.
     """
 
     kind: ClassVar[str] = "language"
     corpus: str = "wikitext-103"
     data_dir: str | None = incidental(None)
     model: LanguageConfig = field(default_factory=LanguageConfig)
-    length: int = 256  # words of a training sequence, and of an evaluation's window
-    val_stride: int = 256  # words an evaluation's window moves on during training: quick, and a higher perplexity
-    test_stride: int = 1  # on the test set, as the paper counts it
-    windows: int = incidental(64)  # evaluated at once
+    length: int = 256  # words in a training sequence and in an evaluation window
+    val_stride: int = 256  # words by which windows move in evaluations during training: fast, but a higher perplexity
+    test_stride: int = 1  # the same on the test set, as in the paper
+    windows: int = incidental(64)  # windows evaluated at once
     weights: str | None = None  # start from these, e.g. to fine-tune; a file that acutance.io.load_checkpoint reads
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class LanguageTaskConfig:
             raise AcutanceError(f"{left_out}: choose strides of at most task.length")
 
 
-# Small models for small texts, not tuned: 256 channels, a plain softmax, more dropout.
+# A small model for small texts, not tuned: 256 channels, a plain softmax, more dropout.
 SMALL = LanguageConfig(dim=256, depth=6, heads=8, hidden=1024, cutoffs=(), dropout=0.3)
 WIKITEXT_103 = LanguageTaskConfig()
 WIKITEXT_2 = LanguageTaskConfig(corpus="wikitext-2", model=SMALL, length=128, val_stride=128)
@@ -80,7 +80,7 @@ class LanguageTask(Task[LanguageTaskConfig]):
         return batch_size * self.config.length
 
     def size(self, split: str) -> int:
-        """Places where a sequence can begin."""
+        """The number of places where a sequence can begin."""
         return len(self._words(split)) - self.config.length
 
     def inputs(self, split: str, indices: Sequence[int]) -> Tensor:
@@ -102,7 +102,7 @@ class LanguageTask(Task[LanguageTaskConfig]):
         return steps
 
     def batches(self, batch_size: int, first_step: int, part: BatchSlice) -> Iterator[tuple[Tensor, Tensor]]:
-        """Words and the words that follow, from `batch_size` columns of the text, read down in every epoch alike."""
+        """Words and the words that follow. Every epoch reads `batch_size` columns of the text from top to bottom."""
         steps, length, height = self.steps_per_epoch(batch_size), self.config.length, len(self._text) // batch_size
         columns = self._text[: height * batch_size].view(batch_size, height)[part.rows(batch_size)]
         for step in count(first_step):
@@ -134,11 +134,11 @@ class LanguageTask(Task[LanguageTaskConfig]):
 
 @torch.no_grad()
 def sliding_loss(model: nn.Module, text: Tensor, *, window: int = 256, stride: int = 1, batch_size: int = 64) -> float:
-    """The mean of −log p over all words of a text but the first; e to the power of it is the perplexity.
+    """The mean of −log p over all words of a text but the first. Its exponential is the perplexity.
 
-    A window moves over the text (words,); of the first one all words count, then the last `stride`. This gives what
-    `sliding_loss_one_by_one` gives, `batch_size` windows at a time in each process, with the softmax of the words that
-    count only. `model(tokens, targets)` gives −log p of the targets.
+    A window moves over the text (words,). All words of the first window count, and the last `stride` of each later one.
+    The result is that of `sliding_loss_one_by_one`, but each process reads `batch_size` windows at a time and computes
+    the softmax only for words that count. `model(tokens, targets)` gives −log p of the targets.
     """
     last = len(text) - 1
     if last < 1:
@@ -158,7 +158,7 @@ def sliding_loss(model: nn.Module, text: Tensor, *, window: int = 256, stride: i
 
 @torch.no_grad()
 def sliding_loss_one_by_one(model: nn.Module, text: Tensor, *, window: int = 256, stride: int = 1) -> float:
-    """What `sliding_loss` computes, window after window, as the paper describes it: batch 1, slow and plain."""
+    """What `sliding_loss` computes, one window after another as the paper describes it: slow and plain."""
     last = len(text) - 1
     window = min(window, last)
     losses = model(text[None, :window], text[None, 1 : window + 1])

@@ -24,36 +24,36 @@ from acutance.models.segmenter import Segmenter
 View = tuple[float, bool]  # a scale, and whether the image is flipped
 SINGLE: tuple[View, ...] = ((1.0, False),)
 MULTI: tuple[View, ...] = tuple((s, flip) for s in (0.5, 0.75, 1.0, 1.25, 1.5, 1.75) for flip in (False, True))
-LONGEST = 4  # times the short side: the most that an image's long side may have after resizing
+LONGEST = 4  # the long side of a resized image is at most this many times `short_side`
 
 
 @dataclass(frozen=True)
 class WindowConfig:
     """How whole images are read; the defaults are ADE20K's."""
 
-    short_side: int = 512  # pixels that images are resized to have there at scale 1
-    size: int = 512  # pixels a side of a window
+    short_side: int = 512  # pixels to which an image's short side is resized at scale 1
+    size: int = 512  # pixels per side of a window
     stride: int = 480
     at_once: int = incidental(4)  # windows in a forward pass
 
     def __post_init__(self) -> None:
         if min(self.short_side, self.size, self.stride, self.at_once) < 1 or self.stride > self.size:
-            why = "all of these start at 1, and windows that move on by more than their size leave pixels out"
+            why = "all of these must be 1 or more, and windows that move by more than their size leave pixels out"
             raise AcutanceError(f"{self}: {why}")
 
 
 def view_sizes(size: tuple[int, int], scale: float, config: WindowConfig) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Height and width that an image is resized to at a scale, and then again where that is less than a window.
+    """Height and width that an image is resized to at a scale, and then again if that is smaller than a window.
 
-    The public code does it in these two steps, so that small scales see less detail.
+    The public code resizes in these two steps, so small scales see less detail.
     """
-    short = int(scale * config.short_side)  # whole numbers first, as there
+    short = int(scale * config.short_side)  # truncated first, as in the public code
     factor = min(short / min(size), int(scale * LONGEST * config.short_side) / max(size))
     scaled = max(int(size[0] * factor + 0.5), 1), max(int(size[1] * factor + 0.5), 1)
     if min(scaled) >= config.size:
         return scaled, scaled
     grown = config.size / min(scaled)
-    long = max(config.size, int(max(scaled) * grown))  # of a square it may come out one short by rounding
+    long = max(config.size, int(max(scaled) * grown))  # rounding may leave a square one pixel short
     return scaled, ((config.size, long) if scaled[0] < scaled[1] else (long, config.size))
 
 
@@ -64,9 +64,9 @@ def forward_passes(size: tuple[int, int], views: Sequence[View], config: WindowC
 
 
 def probabilities(model: nn.Module, image: Tensor, views: Sequence[View], config: WindowConfig) -> Tensor:
-    """Every pixel's class probabilities (classes, height, width), the mean over views of a normalised image.
+    """Every pixel's class probabilities (classes, height, width): the mean over views of a normalised image.
 
-    In each view, scores of overlapping windows are averaged and brought to the image's size before the softmax.
+    In each view, the scores of overlapping windows are averaged and resized to the image before the softmax.
     """
     size = (image.shape[1], image.shape[2])
     total = image.new_zeros(())
@@ -81,7 +81,7 @@ def probabilities(model: nn.Module, image: Tensor, views: Sequence[View], config
 
 
 def confusion(predicted: Tensor, labels: Tensor, classes: int) -> Tensor:
-    """Pixels by true and predicted class, (classes, classes); those labelled 255 are left out."""
+    """The number of pixels by true and predicted class, (classes, classes), without those labelled 255."""
     counts = labels != IGNORED
     both = labels[counts] * classes + predicted[counts]
     return both.bincount(minlength=classes**2).view(classes, classes)
@@ -103,9 +103,9 @@ def scores(matrix: Tensor) -> dict[str, float]:
 def segmented(
     model: nn.Module, read: Callable[[int], Tensor], count: int, views: Sequence[View], config: WindowConfig
 ) -> Iterator[tuple[int, Tensor]]:
-    """This process's images of `read(0)` … `read(count - 1)` by index, each with its predicted classes.
+    """This process's share of the images `read(0)` … `read(count - 1)`: each index with the predicted classes.
 
-    A sharded model needs every process in every forward pass: who is done early runs it on zeros for the others.
+    A sharded model needs every process in every forward pass, so a process that is done early runs it on zeros.
     """
     rank, world = rank_and_world_size()
     for first in range(0, count, world):
@@ -120,7 +120,7 @@ def segmented(
 
 
 def _places(size: Sequence[int], config: WindowConfig) -> list[tuple[int, int]]:
-    """Top and left of all windows; the last ones end with the image."""
+    """Top and left of all windows; the last windows end at the image's border."""
     top, left = ([*range(0, side - config.size, config.stride), side - config.size] for side in size)
     return list(product(top, left))
 
@@ -142,7 +142,7 @@ def _merged(model: nn.Module, view: Tensor, config: WindowConfig) -> Tensor:
 
 
 def _resized(image: Tensor, size: tuple[int, int]) -> Tensor:
-    """(channels, height, width), bilinear and without a filter, as the public code has it."""
+    """Bilinear, without antialiasing, as in the public code."""
     return F.interpolate(image[None], size, mode="bilinear", align_corners=False)[0]
 
 
@@ -154,16 +154,16 @@ def _cut(image: Tensor, place: tuple[int, int], config: WindowConfig) -> Tensor:
 class SegmentationConfig:
     """Which images, which model, and how whole images are read. The mitigation is the model's.
 
-    Crops to train on are as large as the model's `image_size`, taken at .5 to 2 times `windows.short_side`.
+    Training crops have the model's `image_size`, and are cut from images of 0.5 to 2 times `windows.short_side`.
     """
 
     kind: ClassVar[str] = "segmentation"
     dataset: str
     model: SegmenterConfig
     data_dir: str | None = incidental(None)
-    train_on: Literal["train", "all"] = "train"  # all includes the slice "val": for a last run, when nothing is chosen
+    train_on: Literal["train", "all"] = "train"  # all includes the slice "val": for a last run, after all choices
     windows: WindowConfig = field(default_factory=WindowConfig)
-    multi_scale: bool = True  # on the test set, score several scales and flips too, which takes many times as long
+    multi_scale: bool = True  # on the test set, also score several scales and flips, which takes many times as long
     encoder_weights: str | None = None  # of a classifier, e.g. DeiT's; a file that acutance.io.load_checkpoint reads
     workers: int = incidental(0)  # processes that decode and crop; 0 does it in this one
 
@@ -209,7 +209,7 @@ class SegmentationTask(ImageTask[SegmentationConfig]):
         return ((normalised(images), labels) for images, labels in made)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The mean over the pixels of this slice that count, as the public code has it in every process."""
+        """The mean over the labelled pixels of this slice; the public code also averages in each process."""
         images, labels = batch
         total = F.cross_entropy(model(images), labels, ignore_index=IGNORED, reduction="sum")
         mean: Tensor = total / (labels != IGNORED).sum().clamp(min=1)
@@ -231,7 +231,7 @@ class SegmentationTask(ImageTask[SegmentationConfig]):
         return (*everywhere, "multi_scale") if split == "test" else everywhere
 
     def evaluate(self, model: nn.Module, *, split: str = "val") -> dict[str, float]:
-        """Mean IoU and accuracies over sliding windows; on "test" with several scales and flips too, as `miou_ms`."""
+        """Mean IoU and accuracies with sliding windows; on "test" also with several scales and flips, as `miou_ms`."""
         images = self._images(split)
         model.eval()
         found = self._scores(model, images, SINGLE)
@@ -252,6 +252,6 @@ class SegmentationTask(ImageTask[SegmentationConfig]):
 
 
 def normalised(images: Tensor) -> Tensor:
-    """(…, 3, height, width) in 0 … 255 as encoders pretrained on ImageNet expect it."""
+    """Images (…, 3, height, width) from 0 … 255, normalised as encoders pretrained on ImageNet expect."""
     mean, std = (torch.tensor(values, device=images.device) for values in (IMAGENET_MEAN, IMAGENET_STD))
     return normalise(images.float(), mean, std)

@@ -1,4 +1,4 @@
-"""Training: one loop for one process or many, whose runs can be cut anywhere and go on to the same bits."""
+"""Training: one loop for one process or many. An interrupted run resumes and ends in the same bits."""
 
 from acutance.lab.train.config import Config, LoopConfig, OptimConfig, ScheduleConfig, override
 from acutance.lab.train.log import DivergedError, StoppedError

@@ -1,6 +1,6 @@
-"""What a run keeps: checkpoints to go on from, the best model, the last one, and how good they are.
+"""What a run saves: checkpoints to resume from, the best model, the last model, and their scores.
 
-A checkpoint is whole or not there. It is checked when written and when read, and never unpickled.
+A checkpoint is either whole or absent. It is checked when written and when read, and never unpickled.
 """
 
 import errno
@@ -57,17 +57,17 @@ def checkpoint_paths(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """After how many steps a checkpoint was written."""
+    """The number of steps after which a checkpoint was written."""
     return int(path.name.removeprefix("step-"))
 
 
 def write_checkpoint(
     folder: Path, tensors: Tensors, notes: Mapping[str, Any], keep_last: int, best: Path | None = None
 ) -> None:
-    """Write beside the place, flush to disk, move there, read back; then remove all but the newest `keep_last`.
+    """Write under another name, flush to disk, rename, read back; then remove all but the newest `keep_last`.
 
-    Whatever goes wrong before the rename (a full disk, Ctrl-C, a crash) leaves nothing behind. The file of the `best`
-    model so far is kept with it.
+    A failure before the rename (a full disk, Ctrl-C, a crash) leaves nothing behind. The checkpoint also holds the file
+    of the `best` model so far.
     """
     path = folder / f"step-{notes['step']:09d}"
     if not path.exists():
@@ -78,7 +78,7 @@ def write_checkpoint(
 
 def _write(folder: Path, tensors: Tensors, notes: Mapping[str, Any], best: Path | None) -> None:
     temporary = folder.with_name(f".writing-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed
     try:
         files = {}
         for name, content in tensors.items():
@@ -90,22 +90,22 @@ def _write(folder: Path, tensors: Tensors, notes: Mapping[str, Any], best: Path 
         if best is not None and best.exists():
             try:
                 os.link(best, temporary / BEST)
-            except OSError:  # the disk knows no links
+            except OSError:  # a file system without links
                 shutil.copyfile(best, temporary / BEST)
         _flush_folder(temporary)
         temporary.rename(folder)
         _flush_folder(folder.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # if it was not moved
+        shutil.rmtree(temporary, ignore_errors=True)  # if it was not renamed
     try:
         _checked_manifest(folder)
-    except DamagedError as error:  # a disk that says it wrote and did not
+    except DamagedError as error:  # a disk that reports success and did not write
         shutil.rmtree(folder, ignore_errors=True)
         raise OSError(errno.EIO, f"what was written reads back wrong ({error})", str(folder)) from error
 
 
 def read_checkpoint(folder: Path) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors and notes; raises `DamagedError` if anything is missing, cut off, changed or no tensor file."""
+    """Tensors and notes. Raises `DamagedError` if a file is missing, cut off, changed or not a tensor file."""
     manifest = _checked_manifest(folder)
     try:
         return {name: load_file(folder / name) for name in manifest["files"]}, manifest["notes"]
@@ -116,7 +116,7 @@ def read_checkpoint(folder: Path) -> tuple[Tensors, dict[str, Any]]:
 def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that is whole, and what was wrong with newer ones, which are renamed to `damaged-…`.
 
-    Where none is whole, all stay where they are: without them the run would look as if it had never had any.
+    If none is whole, all keep their names. Otherwise the run would look as if it never had a checkpoint.
     """
     damaged: dict[Path, str] = {}
     for path in checkpoint_paths(folder):
@@ -133,12 +133,12 @@ def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def _checked_manifest(folder: Path) -> Any:
-    """The manifest, if all files are what it says. What may not be read, or only by another version, is not damaged."""
+    """The manifest, if all files agree with it. A file without permission, or of another version, is not damaged."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         if manifest["format"] != FORMAT:
             found = f"{folder}: format {manifest['format']!r}, this version reads {FORMAT!r}"
-            raise AcutanceError(f"{found}: go on with the version that wrote it")
+            raise AcutanceError(f"{found}: resume with the version that wrote it")
         for name, expected in manifest["files"].items():
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise DamagedError(f"{folder}: {name!r} is no name of a tensor file")
@@ -156,7 +156,7 @@ def _checked_manifest(folder: Path) -> Any:
 
 
 def _flush_folder(folder: Path) -> None:
-    """So that the names in it survive a power cut too."""
+    """Make the names in it survive a power cut too."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -165,9 +165,9 @@ def _flush_folder(folder: Path) -> None:
 
 
 class Checkpointer:
-    """Every process calls every method, since sharded tensors need all of them. The main one writes.
+    """Every process calls every method, since sharded tensors need all of them. The main process writes.
 
-    Tensors are saved whole, so that a run can go on with another number of processes or another strategy.
+    Tensors are saved whole, so a run can resume with another number of processes or another strategy.
     """
 
     def __init__(self, run: Run, train_step: TrainStep) -> None:
@@ -180,7 +180,7 @@ class Checkpointer:
         return next(iter(checkpoint_paths(self._run.checkpoints)), None)
 
     def restore(self, say: Callable[[str], None] = lambda words: None) -> int | None:
-        """Restore the newest whole checkpoint and say what is wrong with newer ones; its step, or None without any."""
+        """Restore the newest whole checkpoint, say what is wrong with newer ones, and return its step; None if none."""
         path, complaints = self._engine.on_main(lambda: newest_whole(self._run.checkpoints))
         for complaint in complaints:
             say(f"damaged checkpoint {complaint}")
@@ -188,7 +188,7 @@ class Checkpointer:
             if not complaints:
                 return None
             raise AcutanceError(
-                f"none of the checkpoints in {self._run.checkpoints} is whole: start anew in another folder, "
+                f"none of the checkpoints in {self._run.checkpoints} is whole: start again in another folder, "
                 "without --resume"
             )
         tensors, notes = raise_on_all_ranks(lambda: read_checkpoint(path))
@@ -198,7 +198,7 @@ class Checkpointer:
         return step_of(path)
 
     def restore_best(self) -> None:
-        """Put back the best model of the newest checkpoint: what came after it is trained again, or never."""
+        """Put back the best model as of the newest checkpoint; later steps are lost or trained again."""
         path = self.newest()
         if path is None or not (path / BEST).exists():
             self._run.best_path.unlink(missing_ok=True)
@@ -206,7 +206,7 @@ class Checkpointer:
             atomic_write(self._run.best_path, lambda target: shutil.copyfile(path / BEST, target))
 
     def save(self, step: int) -> None:
-        """Write a checkpoint, unless the weights hold a NaN or an infinity: then the last good one stays the last."""
+        """Write a checkpoint. Weights with a NaN or an infinity are refused, so that the last checkpoint is good."""
         run, tensors = self._run, gather_state(self._train_step)
         if bad := nonfinite_names(tensors[MODEL]):
             raise DivergedError(
@@ -219,7 +219,7 @@ class Checkpointer:
         self.write(what, lambda: write_checkpoint(run.checkpoints, tensors, notes, *kept))
 
     def write(self, what: str, function: Callable[[], None]) -> None:
-        """In the main process. A disk that is full or gone is reported, with what is left to go on from."""
+        """Run `function` in the main process. If the disk is full or gone, say which checkpoint is left."""
         try:
             self._engine.on_main(function)
         except OSError as error:
@@ -245,7 +245,7 @@ class Checkpointer:
         return result
 
     def _export(self, path: Path, *, last: bool = False) -> None:
-        """As a model that `acutance.load` reads; the mean of the weights where there is one."""
+        """Save a model that `acutance.load` reads, with the mean of the weights if there is one."""
         tensors = gather_state(self._train_step)
 
         def write() -> None:
@@ -259,7 +259,7 @@ class Checkpointer:
         self.write(str(path), write)
 
     def _check_spectra(self, model: nn.Module) -> None:
-        """Warn of steered layers whose spectrum has crossed the bound, at the μ_min attention has on the probe."""
+        """Warn of steered layers whose spectrum has crossed the bound, given attention's μ_min on the probe."""
         for part, module in model.named_modules():
             if isinstance(module, BlockStack) and any(eigen_of(site.mitigation) for site in sites.find(module)):
                 without = type(self._task).inputs is Task.inputs  # then μ_min is taken as 0
@@ -267,7 +267,7 @@ class Checkpointer:
 
 
 def gather_state(train_step: TrainStep) -> dict[str, dict[str, Tensor]]:
-    """Weights, moments and running mean on the CPU, whole, by file and name."""
+    """Weights, moments and running mean by file and name, unsharded on the CPU."""
     moments = {
         f"{name}/{key}": value
         for name, parameter in _optimised(train_step)
@@ -311,8 +311,8 @@ def _copy(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     if own.keys() != tensors.keys():
         other = sorted(own.keys() ^ tensors.keys())
         raise AcutanceError(
-            f"the checkpoint is of another model: {', '.join(other[:4])}{' …' if len(other) > 4 else ''} are in one of "
-            "them only. Go on with the configuration it was trained with, or start anew in another folder"
+            f"the checkpoint is of another model: {', '.join(other[:4])}{' …' if len(other) > 4 else ''} are in only "
+            "one of the two. Resume with the configuration it was trained with, or start again in another folder"
         )
     for name, value in own.items():
         if value.shape != tensors[name].shape:
@@ -321,7 +321,7 @@ def _copy(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
 
 
 def _like(value: Tensor, other: Tensor) -> Tensor:
-    """Where the other is, and sharded like it if it has the same shape; a counter stays as it is."""
+    """The value on the other's device, and sharded like it. A value of another shape (a counter) stays as it is."""
     if value.shape != other.shape:
         return value
     if not isinstance(other, DTensor):

@@ -1,4 +1,4 @@
-"""What a run is made of, as plain data: written with the run, rebuilt from it, and overridable field by field."""
+"""The configuration of a run, as plain data: saved with the run, rebuilt from it, and changed field by field."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,14 +14,14 @@ from acutance.lab.tasks.base import check_ranges, incidental
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """The optimiser. Biases, norms, embeddings of position and class, and mitigations get no weight decay."""
+    """The optimiser. Biases, norms, position and class embeddings and mitigations get no weight decay."""
 
     name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
-    lr: float = 1e-3  # the peak, for the whole batch; recipes state how it was scaled
+    lr: float = 1e-3  # the peak, for the whole batch; recipes say how it was scaled
     weight_decay: float = 0.05
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    momentum: float = 0.9  # of sgd and muon, which are Nesterov's
+    momentum: float = 0.9  # Nesterov's, of sgd and muon
     clip: float | None = None  # the largest gradient norm; None never clips
 
     def __post_init__(self) -> None:
@@ -29,21 +29,21 @@ class OptimConfig:
         check_ranges("optim", self, names | {"more than 0": "clip"})
 
 
-# What an optimiser does not read: a change of it is refused.
+# Fields that an optimiser does not read. Changing one is refused.
 UNREAD = {"adamw": ("momentum",), "adam": ("momentum",), "sgd": ("betas", "eps"), "muon": ()}
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How the learning rate moves: a linear warm-up, then a curve that ends at `final`."""
+    """The learning rate: a linear warm-up, then a curve that ends at `final`."""
 
     name: Literal["cosine", "poly", "constant"] = "cosine"
     warmup: float = 0.0  # in epochs
     start: float = 0.0  # the learning rate at which the warm-up begins
     final: float = 0.0
     power: float = 0.9  # of poly
-    per: Literal["step", "epoch"] = "step"  # how often it moves; DeiT moves once an epoch
-    warmup_inside: bool = False  # the curve runs from step 0, hidden by the warm-up (DeiT), instead of following it
+    per: Literal["step", "epoch"] = "step"  # how often it changes; DeiT's changes once an epoch
+    warmup_inside: bool = False  # the curve starts at step 0, hidden by the warm-up (DeiT), not after the warm-up
 
     def __post_init__(self) -> None:
         check_ranges("schedule", self, {"0 or more": "warmup start final"})
@@ -51,7 +51,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """How long, how exactly and on what the loop runs."""
+    """How long the loop runs, in which precision, and on which processes."""
 
     epochs: float = 10
     batch_size: int = 128  # over all processes and accumulated parts
@@ -59,16 +59,16 @@ class LoopConfig:
     seed: int = 0
     precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = incidental(False)
-    compile_blocks: bool = incidental(False)  # each block by itself, where a deep model as a whole compiles too long
-    graph: bool = incidental(False)  # the step becomes one CUDA graph, for one process and undivided batches
+    compile_blocks: bool = incidental(False)  # compile each block by itself, if a deep model compiles too long
+    graph: bool = incidental(False)  # capture the step as one CUDA graph; only with one process and accumulate=1
     deterministic: bool = incidental(False)
     strategy: Literal["auto", "single", "ddp", "fsdp"] = incidental("auto")  # auto: ddp under torchrun, else single
-    ema: float | None = None  # decay of the running mean of the weights; None keeps none
+    ema: float | None = None  # decay of the running mean of the weights; None: no mean
     checkpoint_every: int = incidental(500)  # steps
-    keep_last: int = incidental(2)
+    keep_last: int = incidental(2)  # checkpoints
     evaluate_every: float = incidental(1)  # epochs; the last one is always evaluated
     log_every: int = incidental(50)  # steps
-    monitor_every: int | None = incidental(None)  # steps between measurements of smoothness; None measures none
+    monitor_every: int | None = incidental(None)  # steps between measurements of smoothness; None: no measurements
 
     def __post_init__(self) -> None:
         counts = "batch_size accumulate checkpoint_every keep_last log_every monitor_every"
@@ -91,13 +91,13 @@ class Config:
     loop: LoopConfig = field(default_factory=LoopConfig)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON; the task says its kind."""
+        """Plain data, ready for JSON, with the task's kind."""
         plain = json.loads(json.dumps(asdict(self)))
         return {**plain, "task": {"kind": self.task.kind, **plain["task"]}}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`; what is unknown, missing or of another type is named."""
+        """The inverse of `to_dict`. Errors name fields that are unknown, missing or of the wrong type."""
         if not isinstance(data, Mapping) or not isinstance(data.get("task"), Mapping):
             raise AcutanceError("a configuration is a mapping with a task in it")
         task = {name: value for name, value in data["task"].items() if name != "kind"}
@@ -106,9 +106,9 @@ class Config:
 
 
 def override(config: Config, assignments: Iterable[str]) -> Config:
-    """The configuration with these fields replaced, all at once; of a field that comes twice, the last counts.
+    """The configuration with these fields replaced, all at once. If a field comes twice, the last value counts.
 
-    Assignments are `name.of.field=value`, the value as in JSON; a text needs no quotes.
+    Assignments are `name.of.field=value`, with the value as in JSON; text needs no quotes.
     """
     data = config.to_dict()
     for assignment in assignments:
@@ -129,19 +129,19 @@ def override(config: Config, assignments: Iterable[str]) -> Config:
     changed = Config.from_dict(data)
     for name in UNREAD[changed.optim.name]:
         if getattr(changed.optim, name) != getattr(config.optim, name):
-            raise AcutanceError(f"optim.{name} is not read by {changed.optim.name}, which optim.name says: leave it")
+            raise AcutanceError(f"optim.{name} is not read by {changed.optim.name} (optim.name): leave it as it was")
     return changed
 
 
 def incidental_fields(config: Any, prefix: str = "") -> set[str]:
-    """Dotted names of the fields that say where, how fast or how often, but not what is trained."""
+    """The dotted names of the fields made by `incidental`."""
     found = {prefix + one.name for one in fields(config) if one.metadata.get("incidental")}
     inside = {one.name: value for one in fields(config) if is_dataclass(value := getattr(config, one.name))}
     return found.union(*(incidental_fields(value, f"{prefix}{name}.") for name, value in inside.items()))
 
 
 class _Text(str):
-    """A value as it was typed: its field's type says how it is meant."""
+    """A value as it was typed. The field's type decides how to read it."""
 
     def parsed(self) -> Any:
         try:
@@ -159,7 +159,7 @@ def _paths_to(name: str, data: Mapping[str, Any], prefix: str = "") -> Iterator[
 
 
 def from_dict(kind: Any, value: Any, where: str = "") -> Any:
-    """A value of this annotated type, made from plain data; what does not fit is refused by its dotted name."""
+    """A value of this annotated type, made from plain data. Errors name the field that does not fit."""
     if isinstance(value, _Text):
         value = str(value) if kind is str else value.parsed()
     whole, origin, arguments = kind, get_origin(kind), get_args(kind)
@@ -224,6 +224,6 @@ def _described(kind: Any) -> str:
 
 
 def hint(name: object, known: Iterable[object]) -> str:
-    """For an error: the name that was probably meant, if any is close."""
+    """For an error message: the name that was probably meant, if one is close."""
     close = get_close_matches(str(name), [str(one) for one in known], n=1)
     return f", did you mean {close[0]}?" if close else ""

@@ -1,6 +1,6 @@
-"""Where and over how many processes a run trains: Lightning Fabric, and torch's own FSDP2 and tensors beneath it.
+"""The device and the processes of a run, by Lightning Fabric, with torch's own FSDP2 and tensors beneath it.
 
-What fails on one rank stops all of them, also before there is a process group.
+An error on one rank stops all ranks, also before there is a process group.
 """
 
 import json
@@ -23,19 +23,20 @@ from acutance.errors import AcutanceError, import_extra
 from acutance.lab.train.config import LoopConfig
 
 T = TypeVar("T")
-# What torch warns of and our models do not do: they change no output in place. The strides cost nothing.
+# Warnings that do not apply: our models change no output in place, and the strides cost nothing.
 HARMLESS = ("FSDP2-wrapped module .* returned a view tensor", "Grad strides do not match bucket view strides")
 SET_BY_FABRIC = {"LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 STACKS = ("blocks", "layers")  # the lists whose entries are sharded one by one
-# The group that was left last. Where a model in DDP drops its group last, it waits for the group's threads while they
-# wait for Python's lock, now and then for ever (https://github.com/pytorch/pytorch/issues/56297).
+# Keeps the process group that was left last alive. If a DDP model held its last reference, freeing it would wait for
+# the group's threads while these wait for Python's lock: sometimes a deadlock
+# (https://github.com/pytorch/pytorch/issues/56297).
 LEFT: list[Any] = []
 
 
 class Engine:
     """The processes of a run, and the model as it is trained in them.
 
-    `device` auto takes a GPU where there is one; `processes` None takes torchrun's, else every GPU or 1.
+    `device` auto takes a GPU if there is one. `processes` None takes torchrun's number, else one per GPU, or 1.
     """
 
     def __init__(self, loop: LoopConfig, *, device: str = "auto", processes: int | None = None) -> None:
@@ -54,13 +55,13 @@ class Engine:
         self.backward = self._fabric.backward
         self.precision = self._fabric.autocast  # the casts of training, for a model called without its wrapper
         self.mean = self._fabric.all_reduce  # over the processes, entry by entry
-        self.no_sync = self._fabric.no_backward_sync  # inside, gradients are added up without being exchanged
+        self.no_sync = self._fabric.no_backward_sync  # inside, gradients accumulate without being exchanged
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """What to call in training. The model itself is moved, and sharded, in place; its names stay."""
+        """What training calls. The model itself is moved and sharded in place, and keeps its names."""
         if self._compile_blocks:  # in place
             layers = list(_layers(model))
-            # The blocks differ in numbers, so each is compiled anew; equal kernels come out of inductor's cache.
+            # The blocks differ in constants, so each is compiled; inductor's cache serves equal kernels.
             limit: Any = torch._dynamo.config
             limit.recompile_limit = max(limit.recompile_limit, 4 * len(layers))  # in training and in evaluation
             for layer in layers:
@@ -74,11 +75,11 @@ class Engine:
         return wrapped
 
     def eager(self) -> Any:
-        """Inside, the model itself runs as it is written, also where its blocks were compiled in place."""
+        """Inside, the model itself runs uncompiled, even if its blocks were compiled in place."""
         return torch.compiler.set_stance("force_eager") if self._compile_blocks else nullcontext()
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """What the main process gets from it. An error there is raised everywhere, so that no process waits."""
+        """The main process's result, in all processes. An error there is raised in all of them, so that none waits."""
         found: Any = None, None
         if self.is_main:
             try:
@@ -91,7 +92,7 @@ class Engine:
         return cast(T, value)
 
     def close(self) -> None:
-        """Leave the process group, and remove from the environment what others would take for torchrun's."""
+        """Leave the process group, and remove Fabric's environment variables, which look like torchrun's."""
         if self._owns_group and dist.is_available() and dist.is_initialized():
             LEFT[:] = [dist.group.WORLD]
             dist.destroy_process_group()
@@ -103,10 +104,10 @@ def _fabric(strategy: str, precision: str, device: str, processes: int | None) -
     fabric = import_extra("lightning.fabric", "training runs on Lightning Fabric: pip install 'acutance[train]'")
     strategies = fabric.strategies
     for name in ("lightning.fabric", "lightning.fabric.utilities.rank_zero", "lightning.pytorch.utilities.rank_zero"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # it announces precision and every process
+        logging.getLogger(name).setLevel(logging.WARNING)  # otherwise it announces the precision and every process
     accelerator = distributed.device(device).partition(":")[0]
     local, nodes = processes or 1, 1
-    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun says how many on this machine, and on all
+    if "LOCAL_WORLD_SIZE" in os.environ:  # from torchrun: processes on this machine, and on all
         local = int(os.environ["LOCAL_WORLD_SIZE"])
         nodes = int(os.environ["WORLD_SIZE"]) // local
     elif processes is None and accelerator == "cuda" and strategy != "single":
@@ -125,7 +126,7 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """FSDP2: every layer by itself, then what is left."""
+    """FSDP2: each layer by itself, then the rest."""
     from torch.distributed.fsdp import fully_shard
 
     over = mesh["data_parallel"]
@@ -136,7 +137,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def raise_on_all_ranks(function: Callable[[], T], gather: Callable[[Any], Sequence[str | None]] = gather) -> T:
-    """Call a function that may fail on one rank only. Then all ranks raise, so that none waits for it forever."""
+    """Call a function that may fail on one rank only. All ranks raise then, so that none waits forever."""
     try:
         value = function()
     except Exception as error:
@@ -153,8 +154,8 @@ def raise_on_all_ranks(function: Callable[[], T], gather: Callable[[Any], Sequen
 def _torchrun_store() -> tuple[Any, int, int]:
     """Torchrun's store, rank and world size.
 
-    The store is kept. It may live in rank 0, and the process group meets at the same port: a rank that found the old
-    store there would lose its connection when rank 0 closes it.
+    The store is kept alive. It may live in rank 0, and the process group uses the same port: a rank that connects to
+    the old store there would lose its connection when rank 0 closes it.
     """
     from torch.distributed.rendezvous import rendezvous
 
@@ -173,6 +174,6 @@ def gather_by_torchrun(own: str | None) -> list[str | None]:
     parts = [json.loads(store.get(str(other))) for other in range(size)]
     if store.add("readers", 1) == size:
         store.set("all have read", "")
-    if rank == 0:  # the store may live in this process, and a refused run ends it
+    if rank == 0:  # the store may live in this process, which ends if a run is refused
         store.wait(["all have read"])
     return parts

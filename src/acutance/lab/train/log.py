@@ -1,4 +1,4 @@
-"""What a run tells: its log, progress, attention back-end and where a NaN comes from; and the wish to stop it."""
+"""What a run reports: its log, progress, attention back-end and the source of a NaN. Also how it is interrupted."""
 
 import json
 import re
@@ -39,7 +39,7 @@ NO_SDPA = "no SDPA: tiles and sums of our own"
 
 
 class Log:
-    """Appends to `log.jsonl` and to TensorBoard; what an earlier, interrupted run wrote after `step` is dropped."""
+    """Appends to `log.jsonl` and to TensorBoard. What an interrupted session wrote after `step` is dropped."""
 
     def __init__(self, folder: Path, step: int) -> None:
         missing = "TensorBoard is not installed: pip install 'acutance[train]'"
@@ -52,7 +52,7 @@ class Log:
         self.close = self._board.close
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One line, and one point for each of them."""
+        """One line in the file, and one point per value on the board."""
         with self.path.open("ab") as file:
             file.write(json.dumps({"step": step, **finite(values)}).encode() + b"\n")
         for name, value in values.items():
@@ -61,18 +61,18 @@ class Log:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log; one that a crash cut off is left out."""
+    """The lines of a run's log. A last line that a crash cut off is left out."""
     path = folder / "log.jsonl"
     if not path.is_file():
-        raise AcutanceError(f"there is no {path}: {folder} is no run, or it has not logged yet")
+        raise AcutanceError(f"there is no {path}: {folder} is not a run, or it has not logged yet")
     *lines, _unfinished = path.read_bytes().split(b"\n")
     return [json.loads(line) for line in lines]
 
 
 class Bar:
-    """Progress with the loss, throughput and the time left; in processes other than the main one, nothing.
+    """Progress with the loss, throughput and time left, shown by the main process only.
 
-    Where there is no terminal, as in a batch job, it is a line every minute.
+    Without a terminal, as in a batch job, it prints a line every minute.
     """
 
     def __init__(self, console: Console, *, first: int, total: int, unit: str, shown: bool) -> None:
@@ -85,16 +85,16 @@ class Bar:
         self._task = self.progress.add_task("training", total=total, completed=first, speed="")
 
     def advance(self, units: int) -> None:
-        """One step further, with so many units more handed to the device."""
+        """Count one step, which handed this many units to the device."""
         self._units += units
         self.progress.advance(self._task)
 
     def skip(self) -> None:
-        """Do not count the time since it was told: an evaluation, a checkpoint."""
+        """Leave the time since `tell` out of the throughput: an evaluation, a checkpoint."""
         self._since = time.perf_counter()
 
     def tell(self, epoch: float, loss: float) -> float:
-        """What is known since the last log point, when the device has finished; gives the units a second."""
+        """Show the state at a log point, once the device has finished. Returns the units per second."""
         speed = self._units / max(time.perf_counter() - self._since, 1e-9)
         self._units = 0
         words = f"{speed:,.0f} {self._unit}/s"
@@ -109,16 +109,16 @@ class Bar:
 
 
 class StoppedError(AcutanceError):
-    """Training was stopped on request; the message says how to go on."""
+    """Training was stopped on request. The message says how to resume."""
 
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Inside, SIGINT and SIGTERM are noted in the list; a second one that is SIGINT is a KeyboardInterrupt."""
-    seen: list[int] = []  # no Event, whose lock a second signal would wait for
+    """Inside, SIGINT and SIGTERM are noted in the list. A SIGINT after either raises KeyboardInterrupt."""
+    seen: list[int] = []  # not an Event: a second signal would wait for its lock
 
     def ask(number: int, frame: object) -> None:
-        # torchrun passes a Ctrl-C on as SIGTERM, after the terminal sent SIGINT: only a second SIGINT is impatience.
+        # After the terminal's SIGINT, torchrun passes a Ctrl-C on as SIGTERM. Only another SIGINT means "at once".
         if seen and number == signal.SIGINT:
             raise KeyboardInterrupt
         seen.append(number)
@@ -133,7 +133,7 @@ def interruptible() -> Iterator[list[int]]:
 
 
 def attention_backend(model: nn.Module, forward: Callable[[], object]) -> str:
-    """Which SDPA back-end an uncompiled model uses in `forward`, which leaves no trace in the model."""
+    """Which SDPA back-end an uncompiled model uses in `forward`. The model's buffers are put back."""
     buffers = [buffer.clone() for buffer in model.buffers()]
     seen = _BackendCounter()
     with own_randomness(), shards_put_back(model), torch.no_grad(), seen:
@@ -144,9 +144,9 @@ def attention_backend(model: nn.Module, forward: Callable[[], object]) -> str:
 
 
 class _BackendCounter(TorchFunctionMode):
-    """Counts what scaled_dot_product_attention chooses at every call.
+    """Counts which back-end scaled_dot_product_attention chooses at every call.
 
-    As in training: cast by autocast, and with a gradient, which some back-ends cannot give.
+    It asks as in training: cast by autocast, and with gradients, which some back-ends cannot give.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class _BackendCounter(TorchFunctionMode):
 
 
 class DivergedError(NonFiniteError):
-    """The loss or the weights stopped being numbers; the message says at which step, where, and what is left."""
+    """The loss or the weights became NaN or infinite. The message says at which step, where, and what is left."""
 
 
 def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -174,7 +174,7 @@ def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def locate(model: nn.Module, forward: Callable[[], Tensor]) -> str:
-    """Run a forward pass that gives the loss, look at every module, and say where it first goes wrong."""
+    """Run a forward pass that gives the loss, and say which module first gives a NaN or an infinity."""
     names = {module: name for name, module in model.named_modules()}
     found: list[str] = []
 
@@ -194,7 +194,7 @@ def locate(model: nn.Module, forward: Callable[[], Tensor]) -> str:
     if found:
         return found[0]
     if _nonfinite(loss):
-        return f"in the loss itself: every module of the {type(model).__name__} puts out finite numbers"
+        return f"in the loss itself: every module of the {type(model).__name__} gives finite numbers"
     return "nowhere: replayed from the last good checkpoint, the step gives finite numbers (a race on the device?)"
 
 

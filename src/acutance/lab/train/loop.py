@@ -1,4 +1,4 @@
-"""The training loop. Everything random in it is a function of (seed, step), so a run can be cut at any step."""
+"""The training loop. Everything random in it depends on (seed, step) alone, so a run can resume from any step."""
 
 import math
 import time
@@ -26,12 +26,12 @@ from acutance.lab.train.step import Parts, TrainStep
 from acutance.measure.monitor import Monitor
 from acutance.sites.structure import shards_put_back
 
-# Cheap enough to be measured on the way; HFC/LFC during training is an open question of the field.
+# Cheap enough to measure during training. How HFC/LFC moves in training is an open question of the field.
 MONITORED = ("token_cosine", "rank_residual", "norm_spread", "hfc_lfc_frobenius")
 
 
 class Loop:
-    """One run in one process: the model, what trains it, and what keeps it."""
+    """One run in one process: the model, its training step and its checkpoints."""
 
     def __init__(self, config: Config, run: Run, engine: Engine, console: Console) -> None:
         self.config, self.run, self.engine, self.console = config, run, engine, console
@@ -42,19 +42,19 @@ class Loop:
         begun = max(map(step_of, checkpoint_paths(run.checkpoints)), default=None)
         if begun is not None and begun > self.total:
             raise AcutanceError(
-                f"{run.folder} is {begun} steps far, and loop.epochs={loop.epochs:g} ends after {self.total}: what was "
-                "trained stays trained, so set more epochs, or start anew with another --out"
+                f"{run.folder} is at step {begun}, but loop.epochs={loop.epochs:g} ends after {self.total}: set more "
+                "epochs, or start again with another --out"
             )
         self.train_step = TrainStep(config, engine, self.task, bare=begun is not None)
         self.model = self.train_step.model
         self.checkpointer = Checkpointer(run, self.train_step)
-        self.restored: int | None = None  # the step of the checkpoint that the run goes on from
+        self.restored: int | None = None  # the step of the checkpoint that the run resumes from
 
     def fit(self) -> dict[str, Any]:
-        """Train from what was restored to the run's end; gives what is written to result.json."""
+        """Train from the restored step to the end. Returns the content of result.json."""
         loop, engine, beginning = self.config.loop, self.engine, time.perf_counter()
         if self.restored is None:
-            self.checkpointer.save(0)  # at once, which shows that it can be saved, and gives a replay its start
+            self.checkpointer.save(0)  # shows at once that saving works, and gives a replay its start
         else:
             self.say(f"going on after step {self.restored}")
         step = first_step = self.restored or 0
@@ -116,7 +116,7 @@ class Loop:
         return learning_rate(self.config.schedule, self.config.optim.lr, step, self.steps_per_epoch, self.total)
 
     def _read(self, step: int, losses: Tensor, interrupts: list[int]) -> tuple[float, bool]:
-        """The one place where the host waits for the device: the mean loss so far, and whether to stop."""
+        """The mean loss since the last log point, and whether to stop. Only here the host waits for the device."""
         wanted = torch.full((1,), float(bool(interrupts)), device=losses.device)
         *found, stop = self.engine.mean(torch.cat([losses, wanted])).tolist()
         for index, loss in enumerate(found):
@@ -126,7 +126,7 @@ class Loop:
 
     @torch.no_grad()
     def _evaluate(self, step: int) -> dict[str, float]:
-        """On the held-out slice, with the mean of the weights if there is one; the best model is kept."""
+        """Score the held-out slice, with the mean of the weights if there is one, and save the best model."""
         mean = nullcontext() if self.train_step.ema is None else self.train_step.ema.swapped()
         with mean, shards_put_back(self.model), self.engine.precision(), self.engine.eager():
             scores = self.task.evaluate(self.model)
@@ -135,23 +135,23 @@ class Loop:
         return scores
 
     def _raise_diverged(self, bad: int, loss: float) -> None:
-        """Replay the step from the last good checkpoint, to say where the numbers stop being numbers."""
+        """Replay the step from the last good checkpoint to find where the first NaN or infinity appears."""
         step = self.checkpointer.restore() or 0
-        self.train_step.graphed = None  # a graph would not notice that weights and moments were replaced
+        self.train_step.graphed = None  # a graph would still use the weights and moments that were replaced
         for earlier, parts in zip(range(step, bad), batches := self.train_step.batches(step), strict=False):
             self._step(earlier, parts)
         if weights := nonfinite_names(persistent(self.model)):
             where = f"in {', '.join(weights[:3])} after the update before it"
         else:
             parts = next(batches)
-            # Every process looks at its slices; the first that finds one is quoted.
+            # Every process looks at its own slices; the first finding is quoted.
             with shards_put_back(self.model), self.engine.eager():
                 words = gather(logs.locate(self.model, lambda: self.train_step.losses(bad, parts)))
             where = next((found for found in words if not found.startswith("nowhere")), words[0])
         raise DivergedError(
             f"the loss became {loss} in step {bad + 1}, first {where}. The last good checkpoint is "
-            f"{self.checkpointer.newest()} (step {step}). Lower optim.lr or set optim.clip: anew, or from there with "
-            f"--set. {self.run.how_to_go_on()}"
+            f"{self.checkpointer.newest()} (step {step}). Lower optim.lr or set optim.clip, in a new run or from there "
+            f"with --set. {self.run.how_to_go_on()}"
         )
 
     def _monitor(self, step: int) -> Monitor | None:
@@ -167,7 +167,7 @@ class Loop:
         return monitor
 
     def _announce(self, step: int, first: Parts) -> None:
-        """What is about to happen, and on what."""
+        """Say what is about to run, and on which device."""
         loop, engine = self.config.loop, self.engine
         with engine.eager(), engine.precision():
             backend = logs.attention_backend(self.model, lambda: self.task.loss(self.model, first[0]))

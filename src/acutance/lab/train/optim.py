@@ -14,14 +14,14 @@ from acutance.errors import AcutanceError
 from acutance.lab.train.config import OptimConfig, ScheduleConfig
 
 # Of Muon, beside optim.momentum.
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # lift small singular values fast; the result's lie around 1, not at 1
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # lift small singular values fast; the results lie around 1, not at 1
 ITERATIONS = 5
-# The root mean square of a direction's entries, which is AdamW's: one rate for both (https://arxiv.org/abs/2502.16982).
+# The root mean square of an update's entries. It is AdamW's, so both share a rate (https://arxiv.org/abs/2502.16982).
 AS_ADAMW = 0.2
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, steps_per_epoch: int, total_steps: int) -> float:
-    """The learning rate of a step, the first being 0: nothing to save, nothing to resume."""
+    """The learning rate of a step; the first step is 0. It has no state to save."""
     if config.per == "epoch":
         step -= step % steps_per_epoch
     warm = config.warmup * steps_per_epoch
@@ -34,9 +34,9 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, steps_per_epoc
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices are decayed; vectors and whatever a part's `no_weight_decay()` names are not.
+    """Matrices with weight decay, then the rest without: vectors, and what a module's `no_weight_decay()` names.
 
-    The group that is not decayed comes last. Frozen parameters are in neither.
+    Frozen parameters are in neither group.
     """
     spared: set[str] = set()
     for prefix, module in model.named_modules():
@@ -51,9 +51,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def build_optimiser(model: nn.Module, config: OptimConfig, *, graph: bool = False) -> Optimizer:
-    """An optimiser over all parameters that are trained; on CUDA one kernel does the whole step.
+    """An optimiser over all trained parameters; on CUDA it is fused.
 
-    For a step in a CUDA graph the learning rate is on the device, where it can be changed.
+    For a step in a CUDA graph, the learning rate lives on the device, where it can be changed.
     """
     groups = [group for group in parameter_groups(model, config.weight_decay) if group["params"]]
     if config.name == "muon":
@@ -67,7 +67,7 @@ def build_optimiser(model: nn.Module, config: OptimConfig, *, graph: bool = Fals
 
 
 def set_learning_rate(optimiser: Optimizer, rate: float) -> None:
-    """The same rate for every group; on the device one fill, since the groups share one tensor."""
+    """The same rate for every group. On the device the groups share one tensor, so one fill is enough."""
     for shared in {group["lr"] for group in optimiser.param_groups if isinstance(group["lr"], Tensor)}:
         shared.fill_(rate)
     for group in optimiser.param_groups:
@@ -75,7 +75,7 @@ def set_learning_rate(optimiser: Optimizer, rate: float) -> None:
 
 
 def _muon_groups(model: nn.Module, groups: list[dict[str, Any]], momentum: float) -> list[dict[str, Any]]:
-    """The groups with the matrices that Muon moves in groups of their own."""
+    """The groups, with the matrices that Muon updates in groups of their own."""
     pieces = {parameter: _muon_pieces(name, parameter) for name, parameter in model.named_parameters()}
     if any(isinstance(parameter, DTensor) for parameter in pieces):
         raise AcutanceError(
@@ -90,14 +90,14 @@ def _muon_groups(model: nn.Module, groups: list[dict[str, Any]], momentum: float
 
 
 def _muon_pieces(name: str, parameter: nn.Parameter) -> int:
-    """How many projections a matrix that Muon moves holds; 0 for all else.
+    """How many projections a matrix holds that Muon updates; 0 for all else.
 
-    Muon moves the matrices inside the blocks, not embeddings, heads or what a mitigation learns.
+    Muon updates the matrices inside the blocks, not embeddings, heads or a mitigation's parameters.
     """
     inside = any(part in name for part in ("blocks.", "layers.")) and ".mitigation." not in name
     if parameter.ndim != 2 or not inside:
         return 0
-    # Where a mitigation makes W_V, only the others' rows are a parameter, which is called original0.
+    # If a mitigation makes W_V, only the rows of the other projections are a parameter, called original0.
     joint = name.replace(".parametrizations.weight.original0", ".weight").endswith(("qkv.weight", "kv.weight"))
     return max(1, parameter.shape[0] // parameter.shape[1]) if joint else 1
 
@@ -105,18 +105,18 @@ def _muon_pieces(name: str, parameter: nn.Parameter) -> int:
 class Muon(AdamW):
     """Muon (https://kellerjordan.github.io/posts/muon/) for groups with `pieces`, AdamW for everything else.
 
-    A matrix moves by its momentum made nearly orthogonal. `pieces` says how many projections it holds one below the
-    other, as a joint one of queries, keys and values does: each is moved by itself. Unlike in `torch.optim.Muon`, the
-    matrices of one shape, upright or lying, go together.
+    A matrix's update is its momentum, made nearly orthogonal. `pieces` is the number of projections stacked in a
+    matrix, such as a joint one for queries, keys and values; each gets its own update. Unlike `torch.optim.Muon`, this
+    updates all matrices of one shape, transposed or not, at once.
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Move the matrices, then all the others."""
+        """Update the matrices, then all other parameters."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        # In float32 on the device and on the host: a CUDA graph gives the same bits.
+        # In float32 on the device and on the host, so that a CUDA graph gives the same bits.
         rate = torch.as_tensor(self.param_groups[0]["lr"], dtype=torch.float32)
-        by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}  # weights, and what they are moved by
+        by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}  # weights and their momentum
         for group in self.param_groups:
             moved = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not moved or not group.get("pieces"):
@@ -144,18 +144,18 @@ class Muon(AdamW):
         directions = orthogonal(torch.stack([grad for _, grad in lying] + [grad.mT for _, grad in upright]))
         directions = directions * _scalar(rate * (AS_ADAMW * directions.shape[-1] ** 0.5))
         ours, turned = directions.split([len(lying), len(upright)])
-        # In the weights' layout, or each would be moved by a launch of its own.
+        # In the weights' layout; otherwise each update would be a launch of its own.
         moves = [*ours.unbind(), *turned.mT.contiguous().unbind()]
         torch._foreach_sub_([weight for weight, _ in lying + upright], moves)
 
 
 def _scalar(value: Tensor) -> Any:
-    """A number of the host as one, so that it goes to any device; one on the device stays there."""
+    """A host tensor as a Python number, which goes to any device. A tensor on the device stays there."""
     return value if value.is_cuda else value.item()
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """(count, rows, columns), at most as many rows as columns, with all singular values near 1, by products alone."""
+    """Matrices (count, rows ≤ columns) with all singular values brought near 1, by products alone."""
     a, b, c = COEFFICIENTS
     x = matrices.bfloat16() if matrices.is_cuda else matrices
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
@@ -166,7 +166,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 def persistent(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, shared ones once, and the buffers that belong to the weights."""
+    """Parameters, shared ones once, and the buffers that are saved with them."""
     saved = model.state_dict()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return dict(model.named_parameters()) | buffers
@@ -175,8 +175,8 @@ def persistent(model: nn.Module) -> dict[str, Tensor]:
 class Ema:
     """mean ← d · mean + (1 − d) · weights after every step, for parameters and floating buffers.
 
-    d = min(decay, (1 + t) / (10 + t)) in step t, the first being 0: the mean soon forgets the initial weights, also in
-    a run that is shorter than the decay's memory. Made after sharding, so that sharded weights have a sharded mean.
+    d = min(decay, (1 + t) / (10 + t)) in step t = 0, 1, …: the mean soon forgets the initial weights, also in a run
+    that is shorter than the decay's memory. Make it after sharding, so that sharded weights have a sharded mean.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -186,13 +186,13 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Count the weights as they are after this step."""
+        """Include the weights as they are after this step."""
         decay = min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(self.mean.values()), list(self._weights.values()), 1 - decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Inside, the model has the mean; afterwards its own weights again, bit for bit."""
+        """Inside, the model has the mean. Afterwards it has its own weights again, bit for bit."""
         self._swap()
         try:
             yield

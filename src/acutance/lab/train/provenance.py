@@ -1,4 +1,4 @@
-"""When, by which command, with what, on what and from which sources something was made."""
+"""How a result was made: the time, command, versions, hardware and commit."""
 
 import hashlib
 import json
@@ -23,12 +23,12 @@ from acutance.version import __version__
 PACKAGES = ("lightning", "numpy", "safetensors", "tensorboard", "pillow", "scikit-learn", "triton")
 FORMAT = "acutance-provenance/1"
 SOURCES = Path(acutance.__file__).parent
-# Beside src/: what a copy of the sources without their history is compared with.
+# Beside src/: commit and digest, with which a copy of the sources without the git history is compared.
 STAMP = SOURCES.parents[1] / "provenance.json"
 
 
 def made(when: str) -> dict[str, Any]:
-    """All of it; `when` is what the time is called."""
+    """All of it; `when` is the name of the time."""
     now, program = datetime.now(UTC).isoformat(timespec="seconds"), Path(sys.argv[0])
     typed = "acutance" if program.parts[-2:] == ("acutance", "__main__.py") else program.name  # by python -m
     command = [typed, *sys.argv[1:]]
@@ -36,7 +36,7 @@ def made(when: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that influences the numbers."""
+    """The versions of everything that influences the numbers."""
     found = {"acutance": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -45,7 +45,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """What it ran on, without naming the machine."""
+    """The hardware, without the machine's name."""
     return {
         "machine": platform.machine(),
         "system": platform.system(),
@@ -57,9 +57,9 @@ def hardware() -> dict[str, Any]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """The commit of the sources and whether they were changed since, by git or else by the stamp; None without both."""
+    """The commit of the sources and whether they have changed since: from git, else from the stamp, else None."""
     root = _git("rev-parse", "--show-toplevel") if shutil.which("git") else None
-    if root is not None and Path(root) / "src" / "acutance" == SOURCES:  # not of a repository that it is installed in
+    if root is not None and Path(root) / "src" / "acutance" == SOURCES:  # not another repository around it
         return {"commit": _git("rev-parse", "HEAD"), "changed": bool(_git("status", "--porcelain", "--", "."))}
     if SOURCES.parent.name != "src" or not STAMP.is_file():
         return None
@@ -68,15 +68,15 @@ def git_state() -> dict[str, Any] | None:
 
 
 def clean_commit() -> str:
-    """The commit of sources that were not changed; anything else is refused."""
+    """The commit of the sources. Refused if it is unknown or the sources have changed since."""
     state = git_state()
     if state is None:
-        advice = "where the history is, `acutance reproduce --stamp` writes it into provenance.json; take that along"
+        advice = "run `acutance reproduce --stamp` where the git history is, and copy provenance.json along"
         raise AcutanceError(f"nothing says which commit {SOURCES} is: {advice}")
     if state["changed"]:
         raise AcutanceError(
             f"{SOURCES} is not what its commit {state['commit'][:12]} says: commit the changes, and write the stamp "
-            "anew (acutance reproduce --stamp)"
+            "again (acutance reproduce --stamp)"
         )
     return str(state["commit"])
 
@@ -88,7 +88,7 @@ def write_stamp() -> Path:
 
 
 def sources_digest(folder: Path = SOURCES) -> str:
-    """A SHA-256 over names and contents of all files, without what Python compiled."""
+    """A SHA-256 over the names and contents of all files, without Python's caches."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts):
         content = path.read_bytes()

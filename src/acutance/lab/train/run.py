@@ -1,4 +1,4 @@
-"""A run's folder: what it was made of, and where everything in it lies."""
+"""A run's folder: the record of how it was made, and the paths of its files."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from acutance.lab.train.provenance import made
 
 FORMAT = "acutance-run/1"
 RESULT_FORMAT = "acutance-result/1"
-LONGEST_NAME = 80  # of what a folder's or a file's name says of changed fields
+LONGEST_NAME = 80  # characters for changed fields in the name of a folder or file
 
 
 def _inside(name: str) -> Any:
@@ -32,11 +32,11 @@ class Run:
 
     folder: Path
 
-    record_path = _inside("run.json")  # what it is made of
-    checkpoints = _inside("checkpoints")  # what it goes on from
+    record_path = _inside("run.json")  # how it was made
+    checkpoints = _inside("checkpoints")  # to resume from
     best_path = _inside("best.safetensors")  # the best model so far, for `acutance.load`
     model_path = _inside("model.safetensors")  # the last model
-    result_path = _inside("result.json")  # how good both are; written when the run is finished
+    result_path = _inside("result.json")  # the scores of both; written when the run is finished
     lock_path = _inside(".lock")  # held by the command that trains here
 
     def how_to_go_on(self) -> str:
@@ -46,12 +46,12 @@ class Run:
         return bool(self.record_path.exists())
 
     def begin(self, config: Config, recipe: str | None, processes: int, start: Mapping[str, Any] | None = None) -> None:
-        """Record what the run is made of, and which weights it starts from, if any."""
+        """Record how the run is made and which weights it starts from, if any."""
         body = {"format": FORMAT, "recipe": recipe, "config": config.to_dict(), "start": start}
         _write_json(self.record_path, {**body, "sessions": [{**made("started"), "processes": processes}]})
 
     def go_on(self, config: Config, processes: int) -> None:
-        """Add a session to the record, and the configuration in case it was changed."""
+        """Add a session to the record, and update the configuration."""
         body = self.record()
         changed = changes(body["config"], config.to_dict())
         body["sessions"].append({**made("started"), "processes": processes, "changed": changed})
@@ -63,15 +63,15 @@ class Run:
         return read_json(self.record_path, FORMAT, lambda body: Config.from_dict(body["config"]))
 
     def record(self) -> dict[str, Any]:
-        """All that is recorded: recipe, config, sessions and, of the initial weights, start."""
+        """The whole record: recipe, config, sessions and start (the initial weights)."""
         return read_json(self.record_path, FORMAT, dict)
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        """Write how good it became: the sign that it is finished."""
+        """Write the scores, which marks the run as finished."""
         _write_json(self.result_path, {"format": RESULT_FORMAT, **result})
 
     def result(self) -> dict[str, Any] | None:
-        """How good it became, or None if it is not finished."""
+        """The scores, or None if the run is not finished."""
         if not self.result_path.exists():
             return None
         return read_json(self.result_path, RESULT_FORMAT, lambda body: {k: v for k, v in body.items() if k != "format"})
@@ -79,7 +79,7 @@ class Run:
     def described(self, result: Mapping[str, Any]) -> str:
         """A result in a sentence."""
         name, best, seen = result["headline"], result["best"], getattr(self.config().task, "train_on", None) == "all"
-        score = "no number" if result["scores"][name] is None else f"{result['scores'][name]:.4g}"
+        score = "not finite" if result["scores"][name] is None else f"{result['scores'][name]:.4g}"
         where = "a slice that was trained on (task.train_on=all)" if seen else "the held-out slice"
         better = "" if best is None else f", best {best['score']:.4g} after step {best['step']}"
         test = f"; acutance evaluate {self.folder} scores it on the test set" if seen else ""
@@ -88,20 +88,20 @@ class Run:
 
 
 def default_folder(recipe: str, plain: Config, config: Config) -> Path:
-    """`runs/cifar100-neutreno-0.6-seed0`: the recipe, every field in which the run differs from it, and the seed."""
+    """E.g. `runs/cifar100-neutreno-0.6-seed0`: the recipe, every field that differs from it, and the seed."""
     differing = differences(plain, config, {"loop.seed"})
     words = ",".join(_word(name, new) for name, (_, new) in differing.items())
     return Path("runs") / "-".join(filter(None, [recipe, in_a_name(words), f"seed{config.loop.seed}"]))
 
 
 def in_a_name(words: str) -> str:
-    """Words as part of a file's name. Where signs are replaced or the end is cut off, a checksum tells them apart."""
+    """Words as part of a file name. If characters are replaced or cut off, a checksum keeps names distinct."""
     name = re.sub(r"[^\w.=,+-]+", "-", words)[:LONGEST_NAME]
     return name if name == words else f"{name}-{hashlib.sha256(words.encode()).hexdigest()[:8]}"
 
 
 def _word(name: str, value: Any) -> str:
-    """A mitigation by itself, of weights the file, all else with the field's name."""
+    """A mitigation by itself, weights as field and file, any other field with its value."""
     field = name.rpartition(".")[2]
     if field == "mitigation" and value:
         return str(value).replace(":", "-")
@@ -123,16 +123,16 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "
 
 
 def differences(before: Config, after: Config, free: Collection[str] = ()) -> dict[str, list[Any]]:
-    """The fields that make it another run: `changes` without what is incidental and without the `free` ones."""
+    """The fields that make it another run: `changes` without incidental and `free` fields."""
     ignored = {*incidental_fields(after), *free}
     found = changes(before.to_dict(), after.to_dict())
     return {name: pair for name, pair in found.items() if name not in ignored}
 
 
 def config_without_incidentals(run: Run) -> dict[str, Any]:
-    """What a run is made of, without its seed, what is incidental and what only its test reads.
+    """A run's configuration without its seed, incidental fields and fields that only its test reads.
 
-    Runs that share it differ in their seeds, and so may the runs that they start from.
+    Runs with the same one differ only in their seed, and the runs they start from may do so too.
     """
     config, start = run.config(), run.record().get("start")
     task = task_class(config.task.kind)

@@ -25,9 +25,9 @@ from acutance.lab.train.engine import Engine
 from acutance.lab.train.loop import Loop
 from acutance.lab.train.run import Run, changes, config_without_incidentals, differences, listed, shown
 
-# How far a run goes and how fast it learns: a resumed run may change these for the steps that are left.
+# The length and the learning rate of a run. A resumed run may change them for the remaining steps.
 COURSE = re.compile(r"loop\.epochs|schedule\..*|optim\.(?!name$).*")
-# With these the same tensors are another model, which nothing would notice: shapes stay as they are.
+# If these differ, the same tensors are another model. The shapes agree, so nothing else would notice.
 NEVER_MEANT = ("heads", "norm", "cutoffs")
 
 
@@ -41,10 +41,10 @@ def train(
     processes: int | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Train, or go on training, and give the result: step, scores on the held-out slice, the best of them.
+    """Train, or resume training, and return the result: step, scores on the held-out slice, and the best score.
 
-    Everything is written into the run's folder; `recipe` is a name for its record. `resume` goes on from the newest
-    checkpoint that is whole. `device` is cpu, cuda or auto; `processes` are started on this machine, for ddp and fsdp
+    Everything is written into the run's folder; `recipe` is a name for its record. `resume` starts from the newest
+    checkpoint that is whole. `device` is cpu, cuda or auto. `processes` are started on this machine, for ddp and fsdp
     without torchrun.
     """
     run, console = Run(Path(folder)), console or Console()
@@ -79,7 +79,7 @@ def _check(run: Run, config: Config, resume: bool) -> tuple[dict[str, Any] | Non
     _refuse_another_run(run, config)
     if (run.result_path.exists() or run.model_path.exists()) and not checkpoint_paths(run.checkpoints):
         raise AcutanceError(
-            f"{run.folder} is finished, and {run.checkpoints} holds no checkpoint to go on from: start anew with "
+            f"{run.folder} is finished, and {run.checkpoints} holds no checkpoint to resume from: start again with "
             "another --out"
         )
     return None, None
@@ -95,8 +95,8 @@ def _refuse_another_run(run: Run, config: Config) -> None:
     if "optim.name" in found:
         old, new = found["optim.name"]
         raise AcutanceError(
-            f"{run.folder} is trained by {old}, whose moments {new} cannot go on from: leave optim.name as it is, or "
-            f"start anew from its weights (--set task.weights={run.model_path})"
+            f"{run.folder} is trained by {old}, whose moments {new} cannot use: leave optim.name as it is, or start "
+            f"a new run from its weights (--set task.weights={run.model_path})"
         )
     weights = run.record().get("start") or {}
 
@@ -109,12 +109,12 @@ def _refuse_another_run(run: Run, config: Config) -> None:
     if others:
         raise AcutanceError(
             f"{run.folder} cannot go on with {listed(others)}, which would make it another run: leave that as it was, "
-            "or begin one with another --out"
+            "or start a new run with another --out"
         )
 
 
 def _refuse_unshared_folder(run: Run, engine: Engine) -> None:
-    """The main process writes and all read, so all machines must see the same folder."""
+    """All processes read what the main one writes, so all machines must see the same folder."""
 
     def mark() -> str:
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ def _resume(loop: Loop) -> None:
 
 
 def _make_deterministic(stack: ExitStack) -> None:
-    """Until the stack is left, torch uses algorithms that give the same bits every time, or says that it has none."""
+    """Until the stack is left, torch uses deterministic algorithms, or says that it has none."""
     stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
     stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
@@ -166,7 +166,7 @@ def _make_deterministic(stack: ExitStack) -> None:
 
 
 def described(start: Mapping[str, Any]) -> str:
-    """Initial weights in words."""
+    """A sentence about the initial weights."""
     if start["model"] is None:
         return f"starts from {start['file']}, which does not say what it was trained with: only shapes are compared"
     by = "" if start["recipe"] is None else f" of the recipe {start['recipe']}"
@@ -175,7 +175,7 @@ def described(start: Mapping[str, Any]) -> str:
 
 
 def initial_weights(task: Any) -> dict[str, Any] | None:
-    """What a task's configuration starts from, checked, as a run records it; None if it starts from scratch."""
+    """A run's record of its initial weights, after checking them; None if it starts from scratch."""
     field = next((name for name in STARTS if getattr(task, name, None) is not None), None)
     if field is None:
         return None
@@ -188,7 +188,7 @@ def initial_weights(task: Any) -> dict[str, Any] | None:
     if model not in (None, wanted):
         raise AcutanceError(f"{file} holds a {model}, and this run starts from a {wanted}: name other weights")
     built = {"norm": "pre"} | choices  # a Segmenter's norm is always pre, without a field for it
-    if "vocabulary" in trained:  # a language task takes its text's, and the cut-offs below it
+    if "vocabulary" in trained:  # a language task takes its text's vocabulary, and the cut-offs below its size
         built["vocabulary"] = trained["vocabulary"]
         built["cutoffs"] = [cutoff for cutoff in built["cutoffs"] if cutoff < trained["vocabulary"]]
     if field == "encoder_weights":
@@ -215,7 +215,7 @@ def initial_weights(task: Any) -> dict[str, Any] | None:
 
 
 def _read(file: Path) -> tuple[str | None, dict[str, Any]]:
-    """Class and configuration of the model; published weights tell neither. What a mitigation learnt is refused."""
+    """The model's class and configuration, which published weights lack. A mitigation's parameters are refused."""
     if file.suffix != ".safetensors":
         return None, {}
     try:
@@ -227,8 +227,8 @@ def _read(file: Path) -> tuple[str | None, dict[str, Any]]:
     if learnt := [name for name in names if ".mitigation." in name]:
         raise AcutanceError(
             f"{file} was trained with {trained.get('mitigation') or 'a mitigation'} and holds what that learnt "
-            f"({learnt[0]}); a run starts from plain weights only. An eigen is put into them by acutance.fold; with "
-            "another mitigation, go on with its own run (--resume --set loop.epochs=…)"
+            f"({learnt[0]}); a run starts from plain weights only. acutance.fold turns an eigen into plain weights; "
+            "with another mitigation, continue its own run (--resume --set loop.epochs=…)"
         )
     return metadata.get(CLASS_KEY, "ViT") if trained else None, trained
 

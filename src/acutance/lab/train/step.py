@@ -1,4 +1,4 @@
-"""One optimiser step, from a global batch to new weights. What is random in it is a function of (seed, step)."""
+"""One optimiser step, from a global batch to new weights. Everything random in it depends on (seed, step) alone."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,14 +18,14 @@ from acutance.lab.train.engine import Engine, raise_on_all_ranks
 from acutance.lab.train.optim import Ema, build_optimiser, set_learning_rate
 
 T = TypeVar("T")
-Parts = tuple[Any, ...]  # this process's slices of a global batch, whose gradients are added up
-# Steps in which kernels are compiled and chosen and the optimiser makes its moments. In the last one waiting is refused
-# before it is too late: after a capture that failed, torch 2.11 draws no random numbers in this process any more.
+Parts = tuple[Any, ...]  # this process's slices of a global batch; their gradients are accumulated
+# Steps in which kernels are compiled and tuned and the optimiser makes its moments. The last of them already refuses
+# what waits for the device: after a failed capture, torch 2.11 cannot draw random numbers in this process.
 WARM_UP = 3
 
 
 class TrainStep:
-    """The model of a task, sharded in place, what trains it, and the step itself.
+    """A task's model, sharded in place, its optimiser, and the step itself.
 
     A `bare` model is built without the run's initial weights, since a checkpoint is restored afterwards.
     """
@@ -38,7 +38,7 @@ class TrainStep:
                 f"a batch of {loop.batch_size} cannot be cut into {engine.world} processes × {loop.accumulate} parts: "
                 f"choose a loop.batch_size that {count} divides"
             )
-        # This process's of every global batch, in the order in which one process would take them all.
+        # This process's slices of every global batch. All slices are numbered as a single process would take them.
         self.slices = [BatchSlice(engine.rank * loop.accumulate + part, count) for part in range(loop.accumulate)]
         torch.manual_seed(mixed_seed(loop.seed))
         self.model: nn.Module = raise_on_all_ranks(task.bare_model if bare else task.build_model).train()
@@ -51,7 +51,7 @@ class TrainStep:
         self.ema = None if loop.ema is None else Ema(self.model, loop.ema)
 
     def __call__(self, step: int, parts: Parts, rate: float) -> Tensor:
-        """One step at this learning rate; the loss stays on the device, until the next step."""
+        """One step at this learning rate. The loss stays on the device and is valid until the next step."""
         set_learning_rate(self.optimiser, rate)
         if self.graphed is None:
             loss = self._update(parts, step)
@@ -69,7 +69,7 @@ class TrainStep:
         return prefetch(parts, device) if self.task.made_on_device and device.type == "cuda" else parts
 
     def losses(self, step: int, parts: Parts) -> Tensor:
-        """Of the slices, by the bare model, as they are in this step of training."""
+        """The slices' losses in this step, by the unwrapped model."""
         found = []
         for part, batch in zip(self.slices, parts, strict=True):
             self._seed(step, part)
@@ -78,7 +78,7 @@ class TrainStep:
         return torch.stack(found)
 
     def _update(self, parts: Parts, step: int | None = None) -> Tensor:
-        """Without a step the random state is left as it is: a CUDA graph cannot set it."""
+        """Update the weights. Without `step` the random state is not set, since a CUDA graph cannot do so."""
         total = torch.zeros((), device=self.engine.device)
         for part, batch in zip(self.slices, parts, strict=True):
             if step is not None:
@@ -94,15 +94,15 @@ class TrainStep:
         return total
 
     def _seed(self, step: int, part: BatchSlice) -> None:
-        """Dropout and stochastic depth of a slice are the same in whichever process it is."""
+        """Give a slice the same dropout and stochastic depth in any process."""
         torch.manual_seed(mixed_seed(self.config.loop.seed, step, part.index))
 
 
 class CUDAGraphStep:
     """A function of a batch on a GPU that is captured on its fourth call and replayed from then on.
 
-    The function may change weights and draw random numbers, which follow from `torch.manual_seed` as they do without a
-    graph. It must not wait for the device, and batches must have one shape.
+    The function may change weights and draw random numbers, which follow `torch.manual_seed` as without a graph. It
+    must not wait for the device, and all batches must have one shape.
     """
 
     def __init__(self, function: Callable[[Any], Tensor]) -> None:
@@ -114,7 +114,7 @@ class CUDAGraphStep:
         self._loss: Tensor
 
     def __call__(self, batch: Any) -> Tensor:
-        """The loss; it is overwritten by the next call."""
+        """The loss, which the next call overwrites."""
         self._copy_in(batch)
         self._calls += 1
         if self._calls <= WARM_UP:
@@ -134,7 +134,7 @@ class CUDAGraphStep:
         return self._loss
 
     def _copy_in(self, batch: Any) -> None:
-        """Into the memory that the graph reads from; compiled code sees it from the first call on."""
+        """Copy into the memory that the graph reads. Compiled code sees this memory from the first call on."""
         if self._batch is None:
             self._batch = tree_map(lambda new: new.clone(memory_format=torch.contiguous_format), batch)
             return
@@ -150,10 +150,10 @@ class CUDAGraphStep:
 
 @contextmanager
 def _explained(advice: str, *, waiting: bool = True) -> Iterator[None]:
-    """Inside, what cannot be recorded is refused with advice; without `waiting` also what makes the host wait."""
+    """Inside, what cannot be captured is refused with advice; without `waiting`, also what makes the host wait."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that not all of it is found, once
+        warnings.simplefilter("ignore")  # torch warns once that it does not find every case
         torch.cuda.set_sync_debug_mode(before if waiting else "error")
     try:
         yield
@@ -167,12 +167,12 @@ def _explained(advice: str, *, waiting: bool = True) -> Iterator[None]:
 
 
 def prefetch(batches: Iterator[T], device: torch.device) -> Iterator[T]:
-    """The same batches, to the bit; a GPU makes each on a stream of its own beside the step before it.
+    """The same batches, bit for bit. The GPU makes each on a side stream while the step before it runs.
 
-    The stream that trains waits for a batch before it reads it. The side stream waits, before each batch, for all that
-    was asked of the other one so far: it is never more than a batch ahead, and memory that a used batch left to it is
-    not written to while a step still reads it. `record_stream` would keep memory until the host, many steps ahead,
-    sees an event.
+    The training stream waits for a batch before reading it. Before each batch, the side stream waits for everything
+    queued on the training stream so far. It is therefore never more than one batch ahead, and never overwrites a used
+    batch's memory while a step still reads it. `record_stream` would keep that memory until the host, which runs many
+    steps ahead, sees an event.
     """
     side = _side_stream(device)
 
@@ -188,11 +188,11 @@ def prefetch(batches: Iterator[T], device: torch.device) -> Iterator[T]:
             upcoming = made()
             torch.cuda.current_stream(device).wait_event(ready)
             yield batch
-    finally:  # the last one is of no use, but still reads the data, which may now be freed
+    finally:  # the last batch is not used, but its kernels still read the data, which may now be freed
         torch.cuda.current_stream(device).wait_stream(side)
 
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all: what a task keeps between batches is then always in order."""
+    """One for all uses, so that a task's own state between batches is always in order."""
     return torch.cuda.Stream(device)
