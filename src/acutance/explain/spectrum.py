@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -17,11 +17,8 @@ from acutance.errors import AcutanceError, warn
 from acutance.explain import spectral_theory as theory
 from acutance.explain.spectral_theory import Series, format_complex
 from acutance.report.page import FELL, SPECTRUM_HINT, spectrum_charts, write_page
-from acutance.report.pictures import plot_spectrum
+from acutance.report.pictures import Figure, plot_spectrum
 from acutance.report.tables import FittedTable, Result, to_plain
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 EXACT_MU = f"Read at most {DENSE_TOKENS} tokens a sample: there all eigenvalues of A are found"
 Verdict = Literal["smoothing", "sharpening", "neutral", "unknown"]
@@ -321,7 +318,7 @@ class Spectrum(Result):
     def from_dict(cls, body: Mapping[str, Any]) -> Self:
         return cls(tuple(map(_from_plain, body["layers"])), body["context"])
 
-    def plot(self, kind: Picture = "histogram") -> "Figure":
+    def plot(self, kind: Picture = "histogram") -> Figure:
         """A matplotlib figure: eigenvalues by layer as a `histogram` or in the complex `plane`, or `dominance` bars."""
         if kind == "dominance":
             self._dominances()

@@ -1,7 +1,7 @@
 """Attention maps of chosen layers, per head: Fig. 4 of arXiv 2312.00751."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +11,8 @@ from acutance import sites
 from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError
 from acutance.measure.walk import Visitor, walk
-from acutance.report.pictures import plot_attention
+from acutance.report.pictures import Figure, plot_attention
 from acutance.sites.structure import bare_module
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class AttentionMaps(dict[int, NDArray[np.float32]]):
@@ -24,7 +21,7 @@ class AttentionMaps(dict[int, NDArray[np.float32]]):
     def __repr__(self) -> str:
         return f"AttentionMaps({ {layer: maps.shape for layer, maps in self.items()} })"
 
-    def plot(self) -> "Figure":
+    def plot(self) -> Figure:
         """A matplotlib figure: a row per layer, a column per head."""
         return plot_attention(self)
 

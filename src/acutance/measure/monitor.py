@@ -21,13 +21,11 @@ from acutance.measure.profile import Profile
 from acutance.measure.reader import MetricReader
 from acutance.measure.samples import arguments_of, fed_of
 from acutance.measure.walk import map_tensors, walk
-from acutance.report.pictures import plot_steps
-from acutance.report.tables import data_frame
+from acutance.report.pictures import Figure, plot_steps
+from acutance.report.tables import DataFrame, data_frame
 from acutance.sites.structure import bare_module
 
 if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
     from torch.utils.tensorboard.writer import SummaryWriter
 
 CHEAP_METRICS = ("token_cosine", "rank_residual", "norm_spread")  # none needs eigenvalues, which are slow
@@ -108,7 +106,7 @@ class Monitor:
         if step not in self.history:
             self.record(step)
 
-    def plot(self) -> "Figure":
+    def plot(self) -> Figure:
         """Every metric over the training steps, a curve per layer, as a matplotlib figure."""
         return self.history.plot()
 
@@ -173,11 +171,11 @@ class History(dict[int, Profile]):
             del self[later]
         self[step] = profile
 
-    def to_frame(self) -> "pd.DataFrame":
+    def to_frame(self) -> DataFrame:
         """One row per step and reading, as a pandas DataFrame."""
         return data_frame([{**row, "step": step} for step, profile in self.items() for row in profile.rows()])
 
-    def plot(self) -> "Figure":
+    def plot(self) -> Figure:
         """A panel per metric and tap: the metric over the training steps, a curve per layer."""
         if not self:
             raise AcutanceError("nothing was recorded yet: a plot needs at least one step")

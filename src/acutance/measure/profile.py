@@ -4,17 +4,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from acutance.report.page import write_page
-from acutance.report.pictures import plot_curves
+from acutance.report.pictures import Figure, plot_curves
 from acutance.report.tables import FittedTable, Result, to_plain
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MATRIX = "attention_matrix"  # the tap of metrics that are read from the attention operator rather than from tokens
 
@@ -104,7 +101,7 @@ class Profile(Result):
         values = [MetricValue(**row | {"mean": float(row["mean"]), "std": float(row["std"])}) for row in rows]
         return cls(tuple(values), body["context"])
 
-    def plot(self) -> "Figure":
+    def plot(self) -> Figure:
         """A matplotlib figure: a panel per metric and tap, with a band of one standard deviation."""
         charts = list(dict.fromkeys((r.metric, r.tap) for r in self.readings))
         return plot_curves({self.title: self}, charts, self.title)

@@ -13,10 +13,12 @@ from acutance.report.page import COLOURS, COLUMNS, FELL, PALETTE, Layers, bins, 
 from acutance.report.tables import Result
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure  # other rooms take it from here: matplotlib may be missing
+else:
+    Figure = Any
 
 
-def plot_curves(runs: Mapping[str, Result], charts: Sequence[tuple[str, str]], title: str = "") -> "Figure":
+def plot_curves(runs: Mapping[str, Result], charts: Sequence[tuple[str, str]], title: str = "") -> Figure:
     """One panel per (metric, tap), one curve per run, a band of one standard deviation."""
     figure, panels = _panels([f"{metric} ({tap})" for metric, tap in charts], title, "layer")
     for axis, (metric, tap) in zip(panels, charts, strict=True):
@@ -31,7 +33,7 @@ def plot_curves(runs: Mapping[str, Result], charts: Sequence[tuple[str, str]], t
     return figure
 
 
-def plot_steps(history: Mapping[int, Result], title: str = "") -> "Figure":
+def plot_steps(history: Mapping[int, Result], title: str = "") -> Figure:
     """One panel per (metric, tap): means over the training steps, one curve per layer, dark first and light last."""
     points: dict[str, dict[int, list[tuple[int, float]]]] = {}
     for step, row in [(step, row) for step, run in history.items() for row in run.rows()]:
@@ -50,7 +52,7 @@ def plot_steps(history: Mapping[int, Result], title: str = "") -> "Figure":
     return figure
 
 
-def plot_attention(maps: Mapping[int, NDArray[Any]]) -> "Figure":
+def plot_attention(maps: Mapping[int, NDArray[Any]]) -> Figure:
     """Attention maps as in Fig. 4 of arXiv 2312.00751: a row per layer, a column per head."""
     heads = max(len(layer) for layer in maps.values())
     figure, axes = blank_figure(len(maps), heads, width=2.3, height=2.3)
@@ -63,7 +65,7 @@ def plot_attention(maps: Mapping[int, NDArray[Any]]) -> "Figure":
     return figure
 
 
-def plot_spectrum(layers: Layers, kind: str, title: str) -> "Figure":
+def plot_spectrum(layers: Layers, kind: str, title: str) -> Figure:
     """Eigenvalues as a `histogram` (Fig. 5 of arXiv 2401.04301) or in the complex `plane`, or `dominance` bars."""
     if kind not in ("histogram", "plane", "dominance"):
         raise AcutanceError(f"unknown picture {kind!r}; known: histogram, plane, dominance")
@@ -92,7 +94,7 @@ def plot_spectrum(layers: Layers, kind: str, title: str) -> "Figure":
     return figure
 
 
-def _plot_dominance(layers: Layers, title: str) -> "Figure":
+def _plot_dominance(layers: Layers, title: str) -> Figure:
     figure, axes = blank_figure(1, 1, width=max(4.5, 0.6 * len(layers) + 2), height=3.4)
     axis, numbers = axes[0][0], [row.layer for row in layers]
     smoothing, sharpening, fell = (np.array([row.percent()[name] for row in layers]) for name in (*COLOURS, FELL))
@@ -106,7 +108,7 @@ def _plot_dominance(layers: Layers, title: str) -> "Figure":
 
 def _panels(
     titles: Sequence[str], title: str, xlabel: str, columns: int = 3, *, width: float = 4.2, height: float = 3.4
-) -> tuple["Figure", list[Any]]:
+) -> tuple[Figure, list[Any]]:
     """A figure with a panel of each title, at most `columns` side by side, and the panels' axes."""
     columns = min(columns, len(titles))
     figure, axes = blank_figure(math.ceil(len(titles) / columns), columns, width=width, height=height)
@@ -116,7 +118,7 @@ def _panels(
     return figure, list(axes.flat[: len(titles)])
 
 
-def blank_figure(rows: int, columns: int, *, width: float, height: float) -> tuple["Figure", Any]:
+def blank_figure(rows: int, columns: int, *, width: float, height: float) -> tuple[Figure, Any]:
     """A figure of panels, each that many inches wide and high, and its axes by row and column."""
     matplotlib = import_extra("matplotlib.figure", "a figure needs matplotlib: pip install 'acutance[report]'")
     # Figure instead of pyplot: no global state, no display needed.

@@ -21,7 +21,9 @@ from acutance.errors import import_extra
 from acutance.files.atomic import atomic_write, read_json
 
 if TYPE_CHECKING:
-    import pandas as pd
+    from pandas import DataFrame as DataFrame  # other rooms take it from here: pandas may be missing
+else:
+    DataFrame = Any
 
 WRAPPED = 40  # least width of a column of sentences, borders included
 
@@ -97,7 +99,7 @@ class Result(ABC):
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
 
-    def to_frame(self) -> "pd.DataFrame":
+    def to_frame(self) -> DataFrame:
         """The rows as a pandas DataFrame."""
         return data_frame(self.rows())
 
@@ -118,7 +120,7 @@ class Result(ABC):
         return read_json(path, cls.FORMAT, cls.from_dict)
 
 
-def data_frame(rows: list[dict[str, Any]]) -> "pd.DataFrame":
+def data_frame(rows: list[dict[str, Any]]) -> DataFrame:
     """The rows as a pandas DataFrame."""
     needed = "to_frame needs pandas: pip install 'acutance[report]'"
     return import_extra("pandas", needed).DataFrame(rows)  # type: ignore[no-any-return]
