@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import chain, product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -39,9 +39,7 @@ from acutance.lab.train.log import DivergedError
 from acutance.lab.train.provenance import made
 from acutance.lab.train.run import Run, changes, differences, listed
 from acutance.lab.train.start import train
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from acutance.report.pictures import Figure
 
 TEXTS = ("wikitext-103/wiki.test.tokens", "wikitext-2/wiki.test.tokens")  # the first that is there
 # What is read to see that a task's data is there. For "val" of ImageNet all of train/ is listed.

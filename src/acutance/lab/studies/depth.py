@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -25,11 +25,8 @@ from acutance.measure.profile import Profile
 from acutance.measure.walk import track
 from acutance.mitigations import parse
 from acutance.models import ViT, vit_digits
-from acutance.report.tables import FittedTable, data_frame
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
+from acutance.report.pictures import Figure
+from acutance.report.tables import DataFrame, FittedTable, data_frame
 
 Init = Literal["deit", "xavier"]
 METRICS = ("hfc_lfc_spectral", "token_cosine", "singular_ratio")
@@ -74,7 +71,7 @@ class DepthStudy:
         """Mean over seeds per (init, variant); `std` is the spread over seeds, 0 for a single one."""
         return {key: merge(profiles) for key, profiles in self.runs.items()}
 
-    def to_frame(self) -> pd.DataFrame:
+    def to_frame(self) -> DataFrame:
         """One row per init, variant, seed and layer (0 is the input), a column per metric: its mean over samples."""
         rows = [
             {"init": init, "variant": variant, "seed": seed, "layer": layer}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,12 +32,9 @@ from acutance.lab.data import digits
 from acutance.lab.studies.pictures import kernel_picture, save_study
 from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import EVERY, Batch, Visitor, describe, walk
-from acutance.report.tables import FittedTable, data_frame
+from acutance.report.pictures import Figure
+from acutance.report.tables import DataFrame, FittedTable, data_frame
 from acutance.sites.structure import bare_module, refuse_sharded
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
 
 MEASURES = ("logits_asymmetry", "logits_negative", "kernel_asymmetry", "kernel_negative")
 PERMUTED = tuple(f"{name}_permuted" for name in MEASURES)
@@ -157,7 +154,7 @@ class KernelAssumptions:
         for layer, head in np.ndindex(self.weights_asymmetry.shape):
             yield {"layer": layer + 1, "head": head + 1, **{k: float(v[layer, head]) for k, v in means.items()}}
 
-    def to_frame(self) -> pd.DataFrame:
+    def to_frame(self) -> DataFrame:
         return data_frame([*self.rows()])
 
 
@@ -273,7 +270,7 @@ class KernelStudy:
     samples: Mapping[str, int]  # images or windows of text read, by data
     versions: Mapping[str, str]
 
-    def to_frame(self) -> pd.DataFrame:
+    def to_frame(self) -> DataFrame:
         """One row per run, data, layer and head: the measures and the alignment, means over samples."""
         rows = []
         for (run, data), found in self.runs.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -15,11 +15,8 @@ from torch.nn import functional as F
 from acutance import metrics
 from acutance.errors import AcutanceError, ShapeError
 from acutance.lab.studies.pictures import repeat_picture
-from acutance.report.tables import data_frame
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
+from acutance.report.pictures import Figure
+from acutance.report.tables import DataFrame, data_frame
 
 Norm = Literal["none", "pre", "post"]
 # A matrix, or a function of the tokens that enter the branch and of the layer's number (1 is the first).
@@ -56,7 +53,7 @@ class Trajectory:
             "rank": bool((self.singular_ratio[:, -1] < tolerance).all()),
         }
 
-    def to_frame(self) -> pd.DataFrame:
+    def to_frame(self) -> DataFrame:
         """One row per sample and layer."""
         places = np.ndindex(self.hfc_lfc.shape)
         rows = ({"sample": at[0], "layer": at[1], **{n: getattr(self, n)[at] for n in DEFINITIONS}} for at in places)
