@@ -31,9 +31,7 @@ class Projection:
     module: Any  # an nn.Module
     rows: Rows = None
     weight: str = "weight"
-    bias: str = "bias"
-    bias_rows: Rows = None  # where they differ from the weight's
-    bias_module: nn.Module | None = None  # where the bias is kept in another module
+    bias: tuple[Any, str, Rows] | None = None  # its module, name and rows, where it is not kept beside the weight
 
     @property
     def is_adapted(self) -> bool:
@@ -56,8 +54,8 @@ class Projection:
 
     def offset(self) -> Tensor | None:
         """The bias, (rows,); None where there is none."""
-        bias = getattr(self.bias_module or self.module, self.bias, None)
-        rows = self.rows if self.bias_rows is None else self.bias_rows
+        module, name, rows = self.bias or (self.module, "bias", self.rows)
+        bias = getattr(module, name, None)
         return None if not isinstance(bias, Tensor) else bias if rows is None else bias[rows]
 
     def refuse_parametrisation(self) -> None:

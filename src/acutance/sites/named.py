@@ -44,7 +44,7 @@ class NamedSite(PatchedSite):
     @cached_property
     def _found(self) -> tuple[Projections, LayerShape]:
         """Look the usual names up; what is missing is an error that says so."""
-        attention, output = self.attention, output_of(self.block, self.attention)
+        attention, output = self.attention, NamedSite.output_projection(self)
         found = {kind: module for kind, names in NAMES.items() if (module := _child(attention, names)) is not None}
         source = next((kind for kind in ("value", "joint", "joint by head", "keys and values") if kind in found), None)
         config = getattr(attention, "config", None)
@@ -80,7 +80,10 @@ class NamedSite(PatchedSite):
 
     def output_projection(self) -> nn.Module | None:
         """W_proj, which BERT and others keep beside the attention; None under an unknown name."""
-        return output_of(self.block, self.attention)
+        found = _child(self.attention, OUTPUT)
+        for path in structure.outwards(path_of(self.block, self.attention))[1:-1]:
+            found = found or _child(self.block.get_submodule(path), OUTPUT_BESIDE)
+        return found
 
     @cached_property
     def surroundings(self) -> Surroundings:
@@ -144,14 +147,6 @@ class NamedSite(PatchedSite):
         return AcutanceError(
             f"{self.name}: {type(self.block).__name__} does not run on random tokens, so {what} is not known. {ADVICE}"
         )
-
-
-def output_of(block: nn.Module, attention: nn.Module) -> nn.Module | None:
-    """The module of W_proj, in the attention or in what is around it."""
-    found = _child(attention, OUTPUT)
-    for path in structure.outwards(path_of(block, attention))[1:-1]:
-        found = found or _child(block.get_submodule(path), OUTPUT_BESIDE)
-    return found
 
 
 def _child(module: nn.Module, paths: tuple[str, ...]) -> nn.Module | None:

@@ -73,8 +73,7 @@ class TimmSite(NamedSite):
         found = super().projections()
         if getattr(self.attention, "v_bias", None) is None:
             return found
-        value = replace(found.value, bias="v_bias", bias_rows=slice(None), bias_module=self.attention)
-        return found._replace(value=value)
+        return found._replace(value=replace(found.value, bias=(self.attention, "v_bias", None)))
 
 
 def _author(attention: nn.Module) -> str:

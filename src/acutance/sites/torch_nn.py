@@ -30,10 +30,9 @@ class MultiheadSite(NamedSite):
         """Thirds of a joint weight, or three of their own; their biases are joint either way."""
         mha, dim, joint = self.attention, self.attention.embed_dim, self.attention._qkv_same_embed_dim
         thirds = {letter: slice(place * dim, (place + 1) * dim) for place, letter in enumerate("qkv")}
+        names = {letter: "in_proj_weight" if joint else f"{letter}_proj_weight" for letter in thirds}
         q, k, v = (
-            Projection(mha, rows, "in_proj_weight", bias="in_proj_bias")
-            if joint
-            else Projection(mha, None, f"{letter}_proj_weight", bias="in_proj_bias", bias_rows=rows)
+            Projection(mha, rows if joint else None, names[letter], (mha, "in_proj_bias", rows))
             for letter, rows in thirds.items()
         )
         shape = LayerShape(self.layer, dim, mha.num_heads, mha.head_dim, mha.num_heads)
