@@ -1,4 +1,4 @@
-"""Mitigations as numbers: what they do before and after attention, for a kernel and for plain torch alike."""
+"""Mitigations as numbers: what they do before and after attention. Kernels and plain torch read the same ones."""
 
 from typing import NamedTuple
 
@@ -8,10 +8,10 @@ from acutance.attention.call import AttentionCall
 
 
 class Program(NamedTuple):
-    """u = (1 + ω) A w − ω U w + λ (v⁰ − w) with w = v + ρ (v⁰ − v); U averages over all that a token sees.
+    """u = (1 + ω) A w − ω U w + λ (v⁰ − w) with w = v + ρ (v⁰ − v); U averages over all tokens that a token sees.
 
-    `NOTHING` is attention alone. Each method adds one mitigation, after those before. The numbers are raw parameters: a
-    kernel expands them, so that no small operation is launched per layer.
+    `NOTHING` is plain attention. Each method adds one mitigation to those before. The numbers are raw parameters, and
+    kernels expand them, so that no small operations are launched per layer.
     """
 
     strength: Tensor | float = 0.0  # λ, the same for all heads or one each
@@ -48,7 +48,7 @@ class Program(NamedTuple):
         return v if first is None else v + _by_head(self.residual, v) * (first - v)
 
     def output(self, u: Tensor, w: Tensor, call: AttentionCall) -> Tensor:
-        """All after attention, in plain torch, given u = A w."""
+        """What is done after attention, in plain torch, given u = A w."""
         if self.gain is not None:
             gain = _by_head(self.gain, u)
             u = (1 + gain) * u - gain * call.visible_mean(w)

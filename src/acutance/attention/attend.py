@@ -42,7 +42,7 @@ def finish(y: Tensor, call: AttentionCall, mitigation: Hooks, observer: Observer
 
 
 def _in_one_kernel(call: AttentionCall, mitigation: Hooks) -> tuple[Tensor, Tensor] | None:
-    """The same by one kernel; None where there is none for it."""
+    """`attend` by one kernel; None where no kernel takes this call."""
     qkv, heads = call.packed, call.v.shape[1]
     if qkv is None or call.dropout > 0 or call.sink is not None or call.kernel != "softmax":
         return None

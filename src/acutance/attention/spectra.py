@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DENSE_TOKENS = 512  # below, the matrix is cheaper than products with it
 LARGEST_DENSE_TOKENS = 4096
 MOST_ERROR = 1e-6  # of a stationary distribution
-BLOCK = 8  # a fused product costs the same for a few vectors as for one, and a block finds repeated eigenvalues
+BLOCK = 8  # a fused product costs the same for a few vectors as for one, and only a block finds repeated eigenvalues
 LARGEST_SPACE = 512
 MOST_VALUES = LARGEST_SPACE // 4  # more would not converge in the largest space
 NOT_ONE = (
@@ -29,7 +29,7 @@ Select = Callable[[Tensor], Tensor]  # Ritz values (..., m) -> indices (..., k) 
 
 
 def selected(A: AttentionOperator, select: Select, count: int) -> Ritz:
-    """The selected eigenvalues: of the diagonal, of the matrix, or by Arnoldi iteration, which alone leaves residuals.
+    """The selected eigenvalues: the diagonal, those of the matrix, or by Arnoldi iteration, which leaves residuals.
 
     More than 512 tokens take Arnoldi iteration, unless A is triangular or too many eigenvalues are asked for.
     """
@@ -56,7 +56,7 @@ def selected(A: AttentionOperator, select: Select, count: int) -> Ritz:
 
 
 def tolerance_of(A: AttentionOperator) -> float:
-    """What residuals of eigenvalues of A should be."""
+    """How large residuals of eigenvalues of A may be."""
     return float(torch.finfo(accumulation_dtype(A.q, A.k)).eps ** (2 / 3))
 
 
@@ -70,7 +70,7 @@ def warned(A: AttentionOperator, found: Ritz) -> Tensor:
 
 
 def stationary(A: AttentionOperator) -> Tensor:
-    """The distribution π with πᵀA = πᵀ: where a long walk over the tokens ends up."""
+    """The distribution π with πᵀA = πᵀ: where a long random walk over the tokens ends."""
     causal = A.masks_keys_only and A.causal
     if not causal and not A.is_reversible:
         return solve_stationary(A.dense()) if A.shape[-1] <= DENSE_TOKENS else _by_projection(A)
@@ -104,7 +104,7 @@ def solve_stationary(entries: Tensor) -> Tensor:
 
 
 def _by_projection(A: AttentionOperator) -> Tensor:
-    """The π of a Krylov space of Aᵀ that Aᵀ − I makes smallest; where none is good enough, of the matrix.
+    """The π of a Krylov space of Aᵀ that minimises ‖(Aᵀ − I) π‖; if none is good enough, that of the matrix.
 
     The smallest singular value of Aᵀ − I in that space is the residual; the next is 0 too where π is not unique.
     All in float64: in sharp attention the difference between 1 and the next eigenvalue is lost in float32.
@@ -134,12 +134,12 @@ def _start(A: AttentionOperator) -> Tensor:
 
 
 def _random_like(x: Tensor) -> Tensor:
-    """The same normal numbers on every device and at every call."""
+    """Normal numbers, the same on every device and at every call."""
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype).to(x.device)
 
 
 class Ritz(NamedTuple):
-    """What a Krylov space says of the selected eigenvalues."""
+    """The selected eigenvalues as a Krylov space approximates them."""
 
     values: Tensor  # (..., k)
     residuals: Tensor  # (..., k): ‖Az − μz‖ for the unit vector z of each
@@ -168,8 +168,8 @@ def arnoldi(multiply: Multiply, start: Tensor, select: Select, count: int, toler
 def _spaces(multiply: Multiply, start: Tensor, first_check: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Krylov spaces, each larger than the last, up to `LARGEST_SPACE`: a basis, and the operator projected onto it.
 
-    The basis (..., N, size) is orthonormal. Of its products with the operator there are the coefficients (..., size +
-    width, size) in the basis and the block that follows it, on the CPU.
+    The basis (..., N, size) is orthonormal. The projected operator (..., size + width, size) holds the coefficients of
+    its products with the basis, in the basis and the block that follows it. It is on the CPU.
     """
     width = start.size(-1)
     largest = min(LARGEST_SPACE, start.size(-2)) // width * width
@@ -180,17 +180,17 @@ def _spaces(multiply: Multiply, start: Tensor, first_check: int) -> Iterator[tup
         coefficients, fresh = _orthogonalise(multiply(basis[..., -width:]), basis)
         projected[..., : size + width, size - width : size] = coefficients
         if size >= min(next_check, largest):
-            # LAPACK is the faster on the CPU.
+            # LAPACK is faster on the CPU.
             yield basis, require_finite(projected[..., : size + width, :size].cpu(), "A")
             next_check = size + max(width, size // 4)
         basis = torch.cat([basis, fresh], dim=-1)
 
 
 def _orthogonalise(block: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """An orthonormal block that completes the basis, preceded by the block's coefficients in the two."""
+    """The block's coefficients, and an orthonormal block that extends the basis."""
     inside = block.new_zeros(*block.shape[:-2], basis.size(-1), block.size(-1))
     outside = torch.eye(block.size(-1), dtype=block.dtype, device=block.device)
-    # Twice for accuracy, a third time because QR completes a block that adds nothing new by arbitrary vectors.
+    # Twice for accuracy, and a third time because QR fills a block that adds nothing new with arbitrary vectors.
     for _ in range(3):
         along = basis.mT @ block
         inside = inside + along @ outside

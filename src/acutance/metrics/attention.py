@@ -1,4 +1,4 @@
-"""What the attention matrix itself looks like: how spread its rows are, how alike two matrices are.
+"""Metrics of the attention matrix: how spread its rows are, how alike two matrices are.
 
 A is an `AttentionOperator`; `mask` (batch, queries) drops query rows. Entries, where a formula needs them,
 exist one block of rows at a time: memory stays linear in the number of tokens.
@@ -23,8 +23,8 @@ from acutance.metrics.sums import masked_mean, metric, ratio, safe_sqrt, valid_p
 def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
     """Mean entropy in nats of the rows of A (batch, heads).
 
-    0 when every row looks at one key, log M when it looks at all M alike. Fully masked rows are skipped. A sink is one
-    more place to look at: the entropy is that of the whole row, sink included.
+    It is 0 if every row attends to one key, and log M if it attends to all M alike. Fully masked rows are skipped. A
+    sink counts as one more key.
     """
     if A.sink is None and attention_sums.is_available(A):
         sums = attention_sums.row_sums(A)
@@ -62,7 +62,7 @@ def attention_cosine(A: AttentionOperator, B: AttentionOperator, mask: Tensor | 
 
 @metric("A", "neither", (0, 1), "How alike the heads attend: 1 when all do the same.")
 def head_cosine(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
-    """The mean Frobenius cosine over all pairs of heads (batch,): 1 when every head does the same, or is alone."""
+    """The mean Frobenius cosine over all pairs of heads (batch,); 1 if all heads are alike, or there is one."""
     heads, valid, gram = A.heads, valid_positions(mask, A.q, heads=True).unsqueeze(-1), torch.zeros((), device=A.device)
     if heads == 1:
         return valid.new_ones(A.shape[0], dtype=accumulation_dtype(A.q))
@@ -77,9 +77,9 @@ def head_cosine(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
 
 
 def _counted(A: AttentionOperator, valid: Tensor) -> Iterator[Tensor]:
-    """A's entries over the largest row sum, a block of rows at a time, 0 in rows that do not count.
+    """Blocks of A's rows divided by the largest row sum, with zeros in rows that do not count.
 
-    A sink that takes nearly all leaves entries whose squares would vanish.
+    Beside a sink that takes nearly everything, squares of the small entries would vanish.
     """
     largest = None if A.sink is None else (A.row_scale * valid).amax(-2, keepdim=True)
     for rows, weights in A.tiles():

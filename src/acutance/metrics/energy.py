@@ -1,4 +1,4 @@
-"""The energy attention descends: J(u) = ½ Σ_ij A_ij ‖u_i − u_j‖² and what belongs to it (arXiv 2312.00751).
+"""The energy that attention descends, J(u) = ½ Σ_ij A_ij ‖u_i − u_j‖² (arXiv 2312.00751).
 
 A is an `AttentionOperator`; u, v and f are (batch, heads, tokens, channels), with the operator's query heads
 or, for grouped queries, its fewer key heads. Results are (batch, heads). `mask` (batch, tokens) drops query
@@ -40,8 +40,8 @@ def nonlocal_energy(A: AttentionOperator, u: Tensor, mask: Tensor | None = None)
 def log_nonlocal_energy_raw(A: AttentionOperator, u: Tensor, mask: Tensor | None = None) -> Tensor:
     """log of ½ Σ_ij k_ij ‖u_i − u_j‖² with the raw kernel k, e.g. exp(s q_i·k_j); −inf when that is 0.
 
-    Summed in logarithms, pair by pair, a block of rows at a time: a row that sees little but itself may have
-    the largest kernel and the smallest energy, which a difference of large sums would not survive.
+    It is summed in logarithms, pair by pair, a block of rows at a time. A row that sees little but itself may have the
+    largest kernel and the smallest energy, which a difference of large sums would lose.
     """
     A, u = _matched(A, u)
     tiles = Tiles(A)
@@ -50,7 +50,7 @@ def log_nonlocal_energy_raw(A: AttentionOperator, u: Tensor, mask: Tensor | None
 
 
 def fidelity(u: Tensor, f: Tensor, strength: float | Tensor, mask: Tensor | None = None) -> Tensor:
-    """G(u, f) = λ/2 Σ_i ‖u_i − f_i‖², the pull NeuTRENO adds; λ is one number or one per head."""
+    """G(u, f) = λ/2 Σ_i ‖u_i − f_i‖², the fidelity term that NeuTRENO adds; λ is one number or one per head."""
     shapes = f"{tuple(u.shape)} and {tuple(f.shape)}"
     if u.ndim != 4 or f.shape[:1] + f.shape[2:] != u.shape[:1] + u.shape[2:] or u.shape[1] % f.shape[1] != 0:
         raise ShapeError(f"u and f must have the same shape (batch, heads, tokens, channels), got {shapes}")
@@ -60,7 +60,7 @@ def fidelity(u: Tensor, f: Tensor, strength: float | Tensor, mask: Tensor | None
 
 
 def energy(A: AttentionOperator, u: Tensor, f: Tensor, strength: float | Tensor, mask: Tensor | None = None) -> Tensor:
-    """E(u, f) = J(u) + G(u, f), the energy NeuTRENO descends; A row-normalised."""
+    """E(u, f) = J(u) + G(u, f), the energy that NeuTRENO descends, with the rows of A summing to one."""
     return nonlocal_energy(A, u, mask) + fidelity(u, f, strength, mask)
 
 
@@ -68,9 +68,9 @@ def energy(A: AttentionOperator, u: Tensor, f: Tensor, strength: float | Tensor,
 def gradient_alignment(A: AttentionOperator, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Mean cosine between ∇J by the symmetric kernel k(k_i, k_j) and by A's own k(q_i, k_j) (Table 4).
 
-    At position i the gradient is Σ_j (v_i − v_j) K_ij = d_i (v_i − (Av)_i); the positive row sum d_i cancels
-    in the cosine, so large logits do no harm. A gradient that is zero up to rounding has cosine 0; a fully
-    masked row is left out of the mean.
+    At position i the gradient is Σ_j (v_i − v_j) K_ij = d_i (v_i − (Av)_i). The positive row sum d_i cancels in the
+    cosine, so large logits do no harm. A gradient that is zero up to rounding has cosine 0. Fully masked rows are
+    skipped.
     """
     A, v = _matched(A, v)
     valid = valid_positions(mask, A.q, heads=True)
@@ -84,7 +84,7 @@ def gradient_alignment(A: AttentionOperator, v: Tensor, mask: Tensor | None = No
 
 
 def _matched(A: AttentionOperator, x: Tensor) -> tuple[AttentionOperator, Tensor]:
-    """Operator and tokens in one precision, float32 or better, the tokens with one copy per query head."""
+    """Operator and tokens in one dtype, float32 or better, with the tokens repeated for every query head."""
     _check_fits(A, x)
     A = A.to(accumulation_dtype(A.q, A.k, x))
     return A, repeat_heads(x, A.heads).to(A.dtype)
@@ -111,7 +111,7 @@ def _log_row_energies(tiles: Tiles, u: Tensor, rows: slice) -> Tensor:
 
 
 def _gradient_direction(A: AttentionOperator, v: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """The direction of v_i − (Av)_i, zero where it is no more than rounding, and which rows see any key."""
+    """The direction of v_i − (Av)_i, zero where it is rounding alone, and which rows see any key."""
     mixed, row_sum = _mixed(A, v)
     gradient = row_sum.unsqueeze(-1) * v - mixed
     vanishes = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True) <= floor
@@ -119,7 +119,7 @@ def _gradient_direction(A: AttentionOperator, v: Tensor, floor: Tensor) -> tuple
 
 
 def _mixed(A: AttentionOperator, x: Tensor) -> tuple[Tensor, Tensor]:
-    """A x in the precision of A and x, whatever autocast would prefer, and the row sums: 0 for a fully masked row."""
+    """A x in the dtype of A and x, even under autocast, and the row sums: 0 for a fully masked row."""
     with torch.autocast(A.device.type, enabled=False):
         rows = A @ torch.cat([x, torch.ones_like(x[..., :1])], dim=-1)
     # The flash kernel on CPU answers a NaN query with zeros, which would pass for a fully masked row.

@@ -1,4 +1,4 @@
-"""What metrics share: their registry, the numbers that follow from a few sums, and safe sums, masks and divisions.
+"""What metrics share: the registry, formulas in a few sums, and safe sums, masks and divisions.
 
 A metric needs few sums over tokens or rows. Kernels compute them in one pass, plain torch otherwise. The formulas that
 turn them into the metric are here, once.
@@ -18,7 +18,7 @@ from acutance.errors import AcutanceError, NonFiniteError, ShapeError
 from acutance.metrics.kernels.token_sums import FIELDS
 
 Numbers = NDArray[np.float64]
-Array = TypeVar("Array", Tensor, Numbers)  # sums of many layers come to the host together, as `Numbers`
+Array = TypeVar("Array", Tensor, Numbers)  # sums of many layers come to the CPU together, as `Numbers`
 FLAGS = FIELDS[:3]  # how many tokens count and how many of them are bad, and which is the first
 FROM_ROWS = ("nonlocal_energy", "attention_entropy")
 Metric = TypeVar("Metric", bound=Callable[..., Tensor])
@@ -33,14 +33,14 @@ class Meaning(NamedTuple):
     sentence: str
 
 
-# What `measure` can read: each metric registers itself, with its meaning beside its formula.
+# What `measure` can read. Each metric registers itself, with its meaning beside its formula.
 TOKEN_METRICS: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {}
 ATTENTION_METRICS: dict[str, Callable[[AttentionCall, Tensor | None], Tensor]] = {}
 MEANINGS: dict[str, Meaning] = {}
 
 
 def metric(of: str, higher: Direction, range: tuple[float, float], sentence: str) -> Callable[[Metric], Metric]:
-    """Register a function of "tokens", or of parts of a call such as "A output", and of a mask; "": a meaning alone."""
+    """Register a function of "tokens", or of parts of a call such as "A output", and of a mask; "" has no function."""
 
     def register(function: Metric) -> Metric:
         name, parts = function.__name__, of.split()
@@ -60,7 +60,7 @@ def mean_cosine(pairs: Array, count: Array) -> Array:
 
 
 def hfc_over_lfc(high: Array, low: Array) -> Array:
-    """‖HFC‖ / ‖LFC‖, given their squares; infinite where the mean token alone is zero."""
+    """‖HFC‖ / ‖LFC‖, given their squares; infinite if only the mean token is zero."""
     return ratio(safe_sqrt(high), safe_sqrt(low), at_zero=_where(high > 0, torch.inf, 0.0))
 
 
@@ -75,7 +75,7 @@ def spread(mean: Array, variance: Array) -> Array:
 
 
 def _from_sums(formula: Callable[..., Numbers], *fields: str) -> Callable[[Numbers], Numbers]:
-    """A metric of samples that hold no NaN, from the `FIELDS` (…, fields) of `kernels.token_sums`, on the host."""
+    """A metric of samples without NaN, from the `FIELDS` (…, fields) of `kernels.token_sums`, on the CPU."""
     return lambda sums: formula(*(sums[..., FIELDS.index(field)] for field in fields))
 
 
@@ -114,7 +114,7 @@ def valid_positions(mask: Tensor | None, tokens: Tensor, *, heads: bool = False)
 def split_mean(x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """The mean over the valid tokens (..., 1, channels), and every token less that mean.
 
-    It is taken twice: the second mean repairs the rounding of the first, so that tokens that differ by one part in a
+    The mean is taken twice. The second repairs the rounding of the first, so that tokens that differ by one part in a
     million keep their differences.
     """
     mean = masked_mean(x.mT, valid.unsqueeze(-2)).unsqueeze(-2)
@@ -160,21 +160,21 @@ def masked_mean(x: Tensor, valid: Tensor) -> Tensor:
 
 
 def check_finite(tensor: Tensor, *, metric: str, layer: int | str, mask: Tensor | None = None) -> None:
-    """Raise `NonFiniteError` when a token (the last dimension) that counts holds NaN or infinity."""
+    """Raise `NonFiniteError` if a counted token holds NaN or infinity."""
     flags = finite_flags(tensor, mask).cpu().numpy()
     if flags[..., 1].any():
         complain(flags, metric=metric, layer=layer)
 
 
 def finite_flags(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The `FLAGS` of tokens (..., tokens, channels), left on the device."""
+    """The `FLAGS` of tokens (..., tokens, channels), still on the device."""
     valid = valid_positions(mask, tokens)
     bad = valid & ~torch.isfinite(tokens).all(-1)
     return torch.stack([valid.sum(-1), bad.sum(-1), bad.int().argmax(-1)], -1).double()
 
 
 def complain(flags: Numbers, *, metric: str, layer: int | str) -> NoReturn:
-    """Raise `NonFiniteError` for flags of which some are bad."""
+    """Raise `NonFiniteError` if some flags are bad."""
     valid, bad, first = np.moveaxis(flags, -1, 0)
     leading = tuple(np.argwhere(bad)[0].tolist())
     place = [*leading, int(first[leading])]

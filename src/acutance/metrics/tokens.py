@@ -1,8 +1,8 @@
-"""How alike the tokens of one layer are: formulas in the token matrix X alone.
+"""Metrics of the token matrix X alone: how alike the tokens of one layer are.
 
-Every function takes tokens (..., tokens, channels) and an optional bool mask (..., tokens), True where a
-token counts, and returns one number per leading index. All are unchanged by a rotation of the channels, by
-the order of the tokens and by a common factor. Tokens that are masked out may hold anything, NaN included.
+Every function takes tokens (..., tokens, channels) and an optional bool mask (..., tokens), True where a token counts.
+It returns one number per leading index. None depends on a rotation of the channels, the order of the tokens or a common
+factor. Masked tokens may hold anything, NaN included.
 """
 
 from math import inf
@@ -36,7 +36,7 @@ def low_frequency(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def high_frequency(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """HFC[X] = X − LFC[X]: what each token has of its own (arXiv 2401.04301); 0 where masked out."""
+    """HFC[X] = X − LFC[X]: how each token differs from the mean (arXiv 2401.04301); 0 where masked out."""
     x, valid = _select(tokens, mask)
     return split_mean(x, valid)[1].masked_fill(~valid.unsqueeze(-1), 0)
 
@@ -71,7 +71,7 @@ def singular_ratio(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
 
 @metric("tokens", "sharper", (0, inf), "How many directions the tokens use, by the entropy of σ.")
 def effective_rank(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """exp of the entropy of σ/Σσ: how many directions the tokens really use; 0 for a zero matrix."""
+    """exp of the entropy of σ/Σσ: how many directions the tokens use; 0 for a zero matrix."""
     sigma = safe_sqrt(_relative_squares(tokens, mask))
     share = ratio(sigma, sigma.sum(-1, keepdim=True))
     share = torch.where(share == 0, 1, share)  # 1·log 1 = 0: an absent direction adds nothing
@@ -80,7 +80,7 @@ def effective_rank(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
 
 @metric("tokens", "sharper", (0, inf), "How many directions the tokens use, by their energy.")
 def stable_rank(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """‖X‖_F² / σ₁²: the rank as seen by energy; 0 for a zero matrix."""
+    """‖X‖_F² / σ₁²: a smooth lower bound of the rank; 0 for a zero matrix."""
     squares = _relative_squares(tokens, mask)
     return ratio(squares.sum(-1), squares[..., 0])
 
@@ -96,12 +96,12 @@ def norm_spread(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def _select(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The tokens upcast, with zeros where masked out, and the mask (..., tokens) itself."""
+    """The tokens in float32 or better, with zeros where masked out, and the mask (..., tokens)."""
     if tokens.ndim < 2 or 0 in tokens.shape:
         shape = tuple(tokens.shape)
         raise ShapeError(f"tokens must be (..., tokens, channels) and not empty, got {shape}; mask what to leave out")
     valid = valid_positions(mask, tokens)
-    wide = tokens.to(torch.promote_types(torch.float32, tokens.dtype))  # half precision accumulates badly
+    wide = tokens.to(torch.promote_types(torch.float32, tokens.dtype))  # sums in half precision are inaccurate
     return wide.masked_fill(~valid.unsqueeze(-1), 0), valid
 
 
@@ -114,25 +114,25 @@ def _rescaled(x: Tensor) -> Tensor:
 
 
 def _scaled_frequencies(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """HFC, and the square n ‖x̄‖² of the norm of the rank-one LFC, in every norm alike, of X times a common factor."""
+    """HFC, and the squared norm n ‖x̄‖² of the LFC, the same in every norm as its rank is one, up to a common factor."""
     x, valid = _select(tokens, mask)
     mean, deviation = split_mean(_rescaled(x), valid)
     return deviation.masked_fill(~valid.unsqueeze(-1), 0), valid.sum(-1) * mean.square().sum((-2, -1))
 
 
 def _relative_squares(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """The squared singular values of X in decreasing order, up to a common factor: only ratios mean anything."""
+    """The squared singular values of X in decreasing order, up to a common factor: only their ratios have a meaning."""
     return _squared_singular_values(_rescaled(_select(tokens, mask)[0]))
 
 
 def _squared_singular_values(x: Tensor) -> Tensor:
-    """They are (found in float64) the eigenvalues of the Gram matrix of the smaller side: quick and batched.
+    """The eigenvalues of the Gram matrix of the smaller side, in float64: fast and batched.
 
-    They are known to about max(tokens, channels)·ε of the largest; below that is rounding, set to 0.
+    Values below about max(tokens, channels)·ε of the largest are rounding and become 0.
     """
     wide = x.double()
     gram = wide @ wide.mT if x.shape[-2] <= x.shape[-1] else wide.mT @ wide
-    # LAPACK raises on NaN and would take the whole batch with it: answer NaN for the sample concerned.
+    # LAPACK would fail for the whole batch on one NaN: answer NaN for that sample alone.
     finite = torch.isfinite(gram).all(-1).all(-1)
     squares = torch.linalg.eigvalsh(torch.where(finite[..., None, None], gram, 0)).flip(-1)
     floor = squares[..., :1] * max(x.shape[-2:]) * torch.finfo(torch.float64).eps

@@ -63,7 +63,7 @@ class UnknownShape(LayerShape):
     def __getattr__(self, name: str) -> int:
         if name in ("dim", "heads", "head_dim", "kv_heads"):
             raise AcutanceError(f"layer {self.layer}: {name} is not known. {self.reason}")
-        raise AttributeError(name)  # as copying and pickling expect
+        raise AttributeError(name)  # copying and pickling expect it
 
 
 @register("none")
@@ -77,7 +77,7 @@ class Mitigation(nn.Module):
     """
 
     name: ClassVar[str] = ""
-    positional: ClassVar[str | None] = None  # the option that stands without its key right after the colon
+    positional: ClassVar[str | None] = None  # the option that a spec may give without its key, right after the colon
     # What it needs: first_values (call.v0), all_visible (no mask hides a token), all_tokens (after W_proj, a sample's
     # tokens together), nothing_between (u goes to W_proj as it is). Checked when it is installed and when it is called.
     requires: tuple[str, ...] = ()
@@ -103,10 +103,10 @@ class Mitigation(nn.Module):
         """Put W_V and W_proj back as `parametrise` found them."""
 
     def enter(self) -> None:
-        """This layer's block is about to run, in this thread."""
+        """Called before this layer's block runs, in its thread."""
 
     def leave(self) -> None:
-        """It has run, or failed."""
+        """Called after the block has run or failed."""
 
     def scores(self, q: Tensor | None, k: Tensor | None, call: AttentionCall) -> Scores:
         """Queries, keys and a bias on the logits, before the softmax."""
@@ -131,21 +131,21 @@ class Mitigation(nn.Module):
         return x_out
 
     def affine(self, so_far: Program, call: AttentionCall) -> Program | None:
-        """`so_far` with all that `values` and `output` do; None where a `Program` cannot express it."""
+        """`so_far` with what `values` and `output` do added; None if a `Program` cannot express it."""
         return so_far
 
     def program(self, so_far: Program | None, call: AttentionCall) -> Program | None:
-        """`affine` for a kernel; None after None, and where a subclass overrides what it stands for."""
+        """`affine` for a kernel; None after None, and if a subclass overrides the hooks that it replaces."""
         own = self.overrides("values") or self.overrides("output") or self.overrides("scores")
         return None if own or so_far is None else self.affine(so_far, call)
 
     def overrides(self, hook: str) -> bool:
-        """Whether that hook does anything here."""
+        """Whether this class overrides that hook."""
         return getattr(type(self), hook) is not getattr(Mitigation, hook)
 
     @property
     def is_idle(self) -> bool:
-        """Whether its options say that it changes nothing, as λ̃ = 0 does."""
+        """Whether its options make it do nothing, such as λ̃ = 0."""
         return type(self) is Mitigation
 
     @classmethod
@@ -155,7 +155,7 @@ class Mitigation(nn.Module):
         return {p.name: p.default for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
     def check_options(self) -> None:
-        """Refuse options that are not what the constructor's annotations say; a number becomes a float."""
+        """Refuse options that do not fit the constructor's annotations; a whole number becomes a float."""
         hints = get_type_hints(type(self).__init__)
         for key in self.options():
             value, kinds = getattr(self, key), _kinds(hints[key])
@@ -168,7 +168,7 @@ class Mitigation(nn.Module):
 
     @property
     def spec(self) -> str:
-        """The mitigation in one line, with the options that are not at their default; `parse` turns it back."""
+        """The mitigation in one line, with all options that differ from their defaults; `parse` reads it."""
         cls, said = type(self), []
         for key, default in self.options().items():
             value = getattr(self, key)
@@ -186,7 +186,7 @@ class Mitigation(nn.Module):
 
 
 def _in_turn(hook: str, passed_on: int | None = None) -> Any:
-    """A combination's hook: that of each part, first to last. What it returns is argument `passed_on` of the next."""
+    """A combination's hook: each part's in turn, whose result is argument `passed_on` of the next."""
 
     def run(self: Combined, *arguments: Any) -> Any:
         for part in self.parts:
@@ -215,7 +215,7 @@ class Combined(Mitigation):
             part.unparametrise(value, output)
 
     def scores(self, q: Tensor | None, k: Tensor | None, call: AttentionCall) -> Scores:
-        """First to last; biases add up."""
+        """The parts' hooks in turn, whose biases are added."""
         total: Tensor | None = None
         for part in self.parts:
             q, k, bias = part.scores(q, k, call)

@@ -27,7 +27,7 @@ EDGE = 1e-3
 
 
 class _Local(threading.local):
-    """Of this thread: the key of the layer whose block runs, its W_V and W_proj once made. Dynamo can guard a list."""
+    """Per thread: the key of the layer whose block runs, and its W_V and W_proj once made. Dynamo can guard a list."""
 
     def __init__(self) -> None:
         self.running: list[Any] = [None, None, None]
@@ -45,10 +45,10 @@ class Eigen(Mitigation):
     has as many value heads as query heads. The heads share the columns of V in order, so the H of a head has its own
     part of Λ as its eigenvalues, and the heads' terms add up to H.
 
-    It does not start at the identity. A trained layer starts from the *closest* admissible H (the symmetric part of its
-    H, eigenvalues clipped), and `distance` tells how far that is. The constant W_proj b_V that the values' bias adds to
-    every token stays: the projection's bias makes up for the new W_proj. A new layer starts from the eigenvectors of
-    the symmetric part of its initial H, with eigenvalues of the sign asked for and scaled to the norm of that H.
+    It does not start at the identity. A trained layer starts from the *closest* admissible H: the symmetric part of its
+    H with clipped eigenvalues. `distance` says how far that is. The values' bias adds a constant W_proj b_V to every
+    token, which stays: the projection's bias makes up for the new W_proj. A new layer starts from the eigenvectors of
+    the symmetric part of its initial H, with eigenvalues of the wanted sign, scaled to the norm of that H.
 
     Args:
         sign: of the eigenvalues. Negative sharpens (ViT⁻), positive smooths (ViT⁺), free is both.
@@ -83,7 +83,7 @@ class Eigen(Mitigation):
         self.psi = nn.Parameter(torch.ones(shape.dim))
 
     def parametrise(self, value: Projection, output: Projection) -> None:
-        """Choose Θ and ψ by W_V and W_proj, then make these from them."""
+        """Choose Θ and ψ for the present W_V and W_proj, then make the two from them."""
         for projection in (value, output):
             projection.refuse_parametrisation()
         before, shape = (value.matrix(), output.matrix()), self.shape
@@ -105,16 +105,16 @@ class Eigen(Mitigation):
         self._restore_bias(output)
 
     def enter(self) -> None:
-        """Until `leave`, V is made once for W_V and W_proj; a graph has it before the attention, which is watched."""
+        """Until `leave`, V is made once for both weights; a graph has it before the attention, which is watched."""
         made = self.weights() if torch.compiler.is_compiling() else (None, None)
         _LOCAL.running[:] = [self.key, *made]
 
     def leave(self) -> None:
-        """Nothing outlives the block's run: the next optimiser step changes Θ."""
+        """Forget V after the block's run: the next optimiser step changes Θ."""
         _LOCAL.running[:] = [None, None, None]
 
     def _made(self, which: int) -> Tensor:
-        """W_V (0) or W_proj (1): made together and once in a run of the block, elsewhere whenever one is asked for."""
+        """W_V (0) or W_proj (1): made together, once per run of the block; elsewhere, whenever one is needed."""
         learns = torch.is_grad_enabled() and (self.theta.requires_grad or self.psi.requires_grad)
         if _LOCAL.running[0] == self.key:
             if _LOCAL.running[1] is None:
@@ -129,7 +129,7 @@ class Eigen(Mitigation):
         return self.weights()[which]
 
     def weights(self) -> Weights:
-        """W_V and W_proj in torch's layout, Vᵀ and V Λ. Whoever intercepts the attention does not see V being made."""
+        """W_V and W_proj in torch's layout, Vᵀ and V Λ. An interceptor of the attention does not see V being made."""
         with nullcontext() if torch.compiler.is_compiling() else torch._C.DisableTorchFunction():
             return _weights_of([self])[0]
 
@@ -160,7 +160,7 @@ class Eigen(Mitigation):
 
     @torch.no_grad()
     def _keep_constant(self, value: Projection, output: Projection) -> None:
-        """Rows of A sum to one, so a layer adds W_proj b_V to every token whatever A is: it must not move."""
+        """Keep W_proj b_V: rows of A sum to one, so a layer adds it to every token whatever A is."""
         constant, bias = value.offset(), output.offset()
         if constant is None or bias is None or bias.is_meta:
             return
@@ -171,7 +171,7 @@ class Eigen(Mitigation):
 
     @torch.no_grad()
     def _restore_bias(self, output: Projection) -> None:
-        """Bit by bit if nothing happened to it; what it has learnt since stays."""
+        """Restore it bit for bit if nothing happened to it; what it has learnt since stays."""
         bias = output.offset()
         if self._biases is None or bias is None:
             return
@@ -181,9 +181,9 @@ class Eigen(Mitigation):
 
 
 def weights_together(mitigations: Sequence[Mitigation | None]) -> list[Weights | None]:
-    """W_V and W_proj of every layer that has an Eigen, all bases in one batch where they are of one kind.
+    """W_V and W_proj of every layer that has an Eigen, with bases of one kind in one batch.
 
-    A basis of one layer is a chain of tiny products that keeps a GPU waiting; twelve at once take hardly longer.
+    The basis of one layer is a chain of tiny products, too small for a GPU; twelve at once take hardly longer.
     """
     layers = [eigen_of(mitigation) for mitigation in mitigations]
     eigens = [layer for layer in layers if layer is not None]
@@ -200,7 +200,7 @@ def eigen_of(mitigation: Mitigation | None) -> Eigen | None:
 
 
 def _weights_of(layers: Sequence[Eigen]) -> list[Weights]:
-    """Vᵀ and V Λ of layers of one kind, V made once for both, in float32 or better whatever autocast says."""
+    """Vᵀ and V Λ of layers of one kind, in float32 or better even under autocast."""
     kind, dtype = layers[0], layers[0].theta.dtype
     theta, psi = (torch.stack([getattr(layer, name) for layer in layers]) for name in ("theta", "psi"))
     with torch.autocast(theta.device.type, enabled=False):
@@ -215,7 +215,7 @@ def _weights_of(layers: Sequence[Eigen]) -> list[Weights]:
 def _share_out(wanted: Tensor, v: Tensor, value: Tensor, projection: Tensor, heads: int) -> Tensor:
     """An order of the eigenpairs that gives every head those it contributed most to.
 
-    λ = vᵀ H v is the sum of the heads' vᵀ H_h v. Large eigenvalues choose first; a head that is full is passed over.
+    λ = vᵀ H v is the sum of the heads' vᵀ H_h v. Large eigenvalues choose first, and full heads are skipped.
     """
     through = (value @ v) * (projection.mT @ v)  # rows: channels of the heads; columns: eigenpairs
     share = through.unflatten(0, (heads, -1)).sum(1) * wanted.sign()
@@ -249,7 +249,7 @@ def eigenvalues(psi: Tensor, sign: Sign, spectrum: Spectrum) -> Tensor:
 
 
 def psi_for(wanted: Tensor, sign: Sign, spectrum: Spectrum) -> Tensor:
-    """ψ with the admissible λ closest to the wanted ones, EDGE off a border that has no gradient."""
+    """ψ of the admissible λ closest to the wanted ones, EDGE away from a border that has no gradient."""
     low, high = admissible(sign, spectrum)
     if spectrum == "clipped":
         return wanted.clamp(low, high)
@@ -260,7 +260,7 @@ def psi_for(wanted: Tensor, sign: Sign, spectrum: Spectrum) -> Tensor:
 
 
 class _Clip(torch.autograd.Function):
-    """A clip that ψ can come back from: outside the range a gradient passes if following it leads inwards."""
+    """A clip that ψ can come back from: outside the range, gradients that lead inwards pass."""
 
     @staticmethod
     def forward(ctx: Any, psi: Tensor, low: float, high: float) -> Tensor:

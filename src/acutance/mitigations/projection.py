@@ -23,7 +23,7 @@ Rows = slice | Tensor | None  # None: all
 
 @dataclass(frozen=True)
 class Projection:
-    """Rows of the matrix that a module multiplies tokens by: a Linear, a Conv1D, or an adapter around one.
+    """Rows of the matrix that a module multiplies tokens by: of a Linear, a Conv1D, or an adapter around one.
 
     The weight is read at every call, because training replaces what is stored.
     """
@@ -40,7 +40,7 @@ class Projection:
         return self.weight == "weight" and ("forward" in vars(self.module) or not is_plain)
 
     def matrix(self) -> Tensor:
-        """The matrix that tokens are multiplied by, (rows, in)."""
+        """The matrix (rows, in) that tokens are multiplied by."""
         whole = _adapted(self.module) if self.is_adapted else _stored(self.module, self.weight)
         return whole if self.rows is None else whole[self.rows]
 
@@ -59,7 +59,7 @@ class Projection:
         return None if not isinstance(bias, Tensor) else bias if rows is None else bias[rows]
 
     def refuse_parametrisation(self) -> None:
-        """Raise if these rows cannot be made, or are made already by something else."""
+        """Raise if these rows cannot be parametrised, or something else does so already."""
         kind = type(self.module).__name__
         if self._made() is not None:
             raise AcutanceError("another mitigation makes W_V and W_proj already: choose one of the two")
@@ -70,7 +70,7 @@ class Projection:
             raise AcutanceError(f"{self.weight} of a {kind} is not a parameter: remove what parametrises it first")
 
     def parametrise(self, owner: nn.Module, make: Callable[[], Tensor]) -> None:
-        """Compute these rows by `make`, from the owner's parameters; the module's other rows stay parameters."""
+        """Compute these rows by `make` from the owner's parameters; the module's other rows stay parameters."""
         made = MadeRows(self, owner, make)
         # unsafe: not made to be checked
         parametrize.register_parametrization(self.module, self.weight, made, unsafe=True)
@@ -80,7 +80,7 @@ class Projection:
         made.hooks = [saving, self.module.register_load_state_dict_pre_hook(made.read)]
 
     def unparametrise(self, *, keep: bool) -> None:
-        """Make the rows a parameter again: with their present values if `keep`, else with those from before."""
+        """Make the rows a parameter again, with their present values if `keep`, else with those from before."""
         module, name, made = self.module, self.weight, self._made()
         if made is None:  # done before something else was in the way
             return
@@ -110,7 +110,7 @@ class Projection:
 
 
 class Projections(NamedTuple):
-    """The four of one attention; None where one is not known."""
+    """The four projections of one attention; None for one that is not known."""
 
     query: Projection | None
     key: Projection | None
@@ -133,14 +133,14 @@ class MadeRows(nn.Module):
         self.places = list(module._parameters)
         is_made = torch.zeros(weight.shape[self.dim], dtype=torch.bool, device="cpu")
         is_made[slice(None) if projection.rows is None else projection.rows] = True
-        # The lengths of runs of rows that are made and stay in turn. `make` has its rows in the order of the weight's.
+        # The lengths of runs of rows, made and kept in turn. `make` returns rows in the weight's order.
         self.runs, self.starts_made = [len(list(run)) for _, run in groupby(is_made.tolist())], bool(is_made[0])
 
     def forward(self, *kept: Tensor) -> Tensor:
         return self.whole(self.make().mT if self.dim == 1 else self.make(), *kept)
 
     def whole(self, made: Tensor, *kept: Tensor) -> Tensor:
-        """The whole weight, given the rows that are made and those that stay; all as the module stores them."""
+        """The whole weight from the rows that are made and those that stay, all as the module stores them."""
         if not kept:
             return made
         first, second = (made, *kept) if self.starts_made else (*kept, made)
@@ -188,13 +188,13 @@ class MadeRows(nn.Module):
 
 
 def weight_with(module: Any, rows: Tensor) -> Tensor:
-    """The whole weight of a linear layer, given the rows that a mitigation would make."""
+    """The whole weight of a linear layer with the rows that a mitigation would make."""
     made = module.parametrizations["weight"][0]
     return made.whole(rows, *made.kept(module))  # type: ignore[no-any-return]
 
 
 def _refuse_pickling(module: nn.Module) -> Any:
-    """In place of torch's refusal, which names nothing of ours."""
+    """Replaces torch's refusal, which does not name our verbs."""
     raise AcutanceError(
         f"a {type(module).__bases__[0].__name__} whose weight a mitigation makes cannot be pickled: save the model "
         "with acutance.save, or pickle acutance.fold(model), which has plain weights"
@@ -212,7 +212,7 @@ def _stored(module: nn.Module, name: str = "weight") -> Tensor:
 
 
 def _adapted(module: nn.Module) -> Tensor:
-    """What comes out for the unit vectors, less what comes out for zero; the `weight` is often the layer's alone."""
+    """The outputs for unit vectors minus that for zero: an adapter's `weight` is often the wrapped layer's alone."""
     zero = _zero_for(module)
     width = zero.shape[1]
     random = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(zero)
@@ -225,7 +225,7 @@ def _adapted(module: nn.Module) -> Tensor:
 
 
 def _zero_for(module: nn.Module) -> Tensor:
-    """A token of zeros: the layer that is wrapped, or the adapter's first, takes what the whole takes."""
+    """A token of zeros, as wide as the input of the wrapped layer, or else of the adapter's first."""
     layer = next((inside for inside in module.modules() if isinstance(inside, nn.Linear) or _is_conv1d(inside)), None)
     if layer is None:
         raise _refusal(module, "no linear layer is inside it")
@@ -233,14 +233,14 @@ def _zero_for(module: nn.Module) -> Tensor:
 
 
 def _through(module: nn.Module, x: Tensor) -> Tensor:
-    """In evaluation mode, by its forward alone: hooks, such as our own, may change what comes out."""
+    """Run its forward alone in evaluation mode: hooks, such as our own, may change the output."""
     training = [part for part in module.modules() if part.training]
     try:
         for part in training:
             part.training = False
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             y = module.forward(x)
-    except Exception as error:  # whatever somebody's module raises for what it does not take
+    except Exception as error:  # a module may raise anything for inputs that it does not take
         raise _refusal(module, f"it does not take tokens of shape {tuple(x.shape)} ({error})") from error
     finally:
         for part in training:
