@@ -1,4 +1,4 @@
-"""What finished runs are worth: their scores, and how groups of them compare over seeds."""
+"""The scores of finished runs, and comparisons of groups of runs over seeds."""
 
 from acutance.lab.evaluate.compare import compare, compare_robustness, paired
 from acutance.lab.evaluate.evaluate import Evaluation, evaluate_run

@@ -1,4 +1,4 @@
-"""compare: runs that differ in their seed only are one group; groups are compared over the seeds they share."""
+"""compare: runs that differ only in their seed form a group. Groups are compared over the seeds they share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +25,7 @@ FORMAT, ROBUSTNESS_FORMAT = "acutance-comparison/1", "acutance-robustness-compar
 # What a table of robustness depends on, beside the weights and the precision.
 FIELDS = ("data", "images", "pixels", "corruptions", "seed")
 MOST_PAIRS = 40  # 2²⁰ sums in each half
-ROUNDING = 1e-9  # of the sum of sizes: below it two sums are equal
+ROUNDING = 1e-9  # two sums closer than this, relative to the sum of sizes, are equal
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Paired:
 
     @property
     def smallest_p(self) -> float:
-        """What so many pairs can show at best: 3 pairs never get below 0.25, 6 are needed for 0.05."""
+        """The smallest p that this many pairs can give: 0.25 for 3 pairs; below 0.05 takes 6."""
         return float(2.0 ** (1 - self.pairs))
 
 
@@ -50,9 +50,10 @@ def paired(first: Sequence[float], second: Sequence[float]) -> Paired:
 
 
 def sign_flip_p(differences: Sequence[float] | NDArray[np.float64]) -> float:
-    """The share of all 2ⁿ choices of signs whose sum is at least as far from 0 as the one observed.
+    """The share of all 2ⁿ choices of signs whose sum is at least as far from 0 as the observed one.
 
-    Exact. The sums of the first half of the pairs meet the sorted ones of the second: 40 pairs cost two million sums.
+    Exact. The sums over the first half of the pairs are looked up among the sorted sums over the second, so 40 pairs
+    need two million sums.
     """
     values = np.asarray(differences, dtype=np.float64)
     if not 1 <= len(values) <= MOST_PAIRS or not np.isfinite(values).all():
@@ -63,11 +64,11 @@ def sign_flip_p(differences: Sequence[float] | NDArray[np.float64]) -> float:
     at_least = len(right) - np.searchsorted(right, bound - left, side="left")
     at_most = np.searchsorted(right, -bound - left, side="right")
     far = int(at_least.sum() + at_most.sum())
-    return min(1.0, far / (len(left) * len(right)))  # a bound of 0 counts a sum of 0 twice
+    return min(1.0, far / (len(left) * len(right)))  # if the bound is 0, a sum of 0 is counted twice
 
 
 def _signed_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The sums under all choices of signs; of no values, one empty sum."""
+    """The sums under all choices of signs; without values, one empty sum."""
     sums = np.zeros(1)
     for value in values:
         sums = np.concatenate([sums + value, sums - value])
@@ -76,10 +77,10 @@ def _signed_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """How scores came about. Scores with different settings are never put side by side."""
+    """How scores were computed. Scores with different settings are never compared."""
 
     weights: Weights
-    fields: tuple[str, ...]  # all that the scores depend on, changed for the evaluation or the run's own
+    fields: tuple[str, ...]  # all fields the scores depend on, changed for the evaluation or the run's own
     precision: str
 
     def __str__(self) -> str:
@@ -92,14 +93,14 @@ class ScoredRun:
 
     folder: Path
     own: Config
-    config: dict[str, Any]  # the same without what is incidental
-    plain: EvaluationSettings  # of an evaluation in which nothing is changed
+    config: dict[str, Any]  # the same without incidental fields
+    plain: EvaluationSettings  # of an evaluation that changes nothing
     scores: Mapping[EvaluationSettings, Mapping[str, float]]
-    models: Mapping[EvaluationSettings, str]  # checksums of the weights; none where training itself scored them
+    models: Mapping[EvaluationSettings, str]  # checksums of the weights; none for scores from training
 
     @classmethod
     def read(cls, folder: Path, split: str) -> Self:
-        """Read its record and its evaluations; on the held-out slice also what training itself found."""
+        """Read its record and its evaluations; on the held-out slice also the scores from training."""
         run = Run(folder)
         config = run.config()
         plain = EvaluationSettings("last", evaluation.evaluated_with(config, split), "float32")
@@ -120,7 +121,7 @@ class Group:
 
     label: str
     recipe: str | None
-    ema: float | None  # where there is one, the weights are the running mean
+    ema: float | None  # if there is one, the weights are the running mean
     runs: Mapping[int, str]  # the folders
     scores: Mapping[int, float]
 
@@ -135,7 +136,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Groups side by side, each beside the first."""
+    """Groups, each compared with the first."""
 
     score: str
     split: str
@@ -144,7 +145,7 @@ class Comparison:
     groups: tuple[Group, ...]
 
     def against_first(self, group: Group) -> Paired | None:
-        """The paired test over the seeds that both have; None for the first itself, or without any."""
+        """The paired test over the seeds that both groups have; None for the first itself, or without such seeds."""
         first = self.groups[0]
         seeds = sorted(first.scores.keys() & group.scores.keys())
         if group is first or not seeds:
@@ -152,11 +153,11 @@ class Comparison:
         return paired([first.scores[s] for s in seeds], [group.scores[s] for s in seeds])
 
     def cells(self, group: Group) -> list[str]:
-        """`72.17 ± 0.10`, beside the first `+0.84 ± 0.10`, and p."""
+        """For example `72.17 ± 0.10`, the difference from the first `+0.84 ± 0.10`, and p."""
         score, test = with_spread(group.mean, group.spread), self.against_first(group)
         if test is None:
             return [score, "", ""]
-        note = " (the least so few pairs can give)" if np.isclose(test.p, test.smallest_p) else ""
+        note = " (the least that so few pairs can give)" if np.isclose(test.p, test.smallest_p) else ""
         return [score, ("+" if test.mean >= 0 else "") + with_spread(test.mean, test.spread), f"{test.p:.3g}{note}"]
 
     def to_dict(self) -> dict[str, Any]:
@@ -173,7 +174,7 @@ class Comparison:
         return body
 
     def to_markdown(self) -> str:
-        """A table, and how its scores came about."""
+        """A table, and how its scores were computed."""
         better = "higher is better" if self.higher_is_better else "lower is better"
         score = f"{self.score}, {self.split} ({better})"
         rows = [["configuration", "weights", "seeds", score, "beside the first", "p"], ["---"] * 6]
@@ -193,10 +194,10 @@ def compare(
 ) -> Comparison:
     """Group runs by configuration and compare the groups, in the order in which they are named.
 
-    Scores on "test" come from `evaluate_run`; on "val" finished runs have them. `score` is the task's headline unless
-    named. `settings` are fields that were changed for the evaluation of the first run; the others must have been read
-    with the same values, changed or their own. Where weights and settings are left open, all runs must have been
-    evaluated in one common way; of several, the last weights with nothing changed are taken.
+    Scores on "test" come from `evaluate_run`; on "val" finished runs have scores from training. `score` defaults to the
+    task's headline. `settings` are fields that were changed for the evaluation of the first run; the other runs must
+    have been evaluated with the same values, changed or their own. Without weights and settings, all runs must share
+    one way of evaluation; if they share several, the last weights with nothing changed are taken.
     """
     runs = _read(folders, split, weights)
     kind, *others = sorted({run.own.task.kind for run in runs})
@@ -206,7 +207,7 @@ def compare(
     for run in runs:
         expected, file = run.models.get(shared), weights_file(run.folder, shared.weights, split)
         if expected is not None and file.is_file() and digest(file) != expected:
-            raise AcutanceError(f"{run.folder} went on after it was evaluated: evaluate it again")
+            raise AcutanceError(f"{run.folder} was trained further after it was evaluated: evaluate it again")
     task = task_class(kind)
     name = score or task.headline
     higher = task.higher_is_better if name == task.headline else name != "loss"
@@ -214,7 +215,7 @@ def compare(
 
 
 def _read(folders: Sequence[Path | str], split: str, weights: Weights | None) -> list[ScoredRun]:
-    """The runs; refused is what a run can never have scores of."""
+    """The runs. Refuses a split or weights for which they can have no scores."""
     if not folders:
         raise AcutanceError("name the runs to compare")
     if split not in SPLITS:
@@ -227,7 +228,7 @@ def _read(folders: Sequence[Path | str], split: str, weights: Weights | None) ->
 def _shared_settings(
     runs: Sequence[ScoredRun], split: str, weights: Weights | None, settings: Sequence[str] | None
 ) -> EvaluationSettings:
-    """Those with which all runs were scored."""
+    """The settings with which all runs were scored."""
     for run in runs:
         if not run.scores:
             older, advice = run.folder / f"evaluation-{split}.json", f"acutance evaluate {run.folder} --split {split}"
@@ -248,24 +249,24 @@ def _shared_settings(
     number, advice = "no", "evaluate them with the same options"
     if shared:
         number, advice = "several sets of", "choose one with --weights and --set"
-    raise AcutanceError(f"{number} scores on {split!r} came about in the same way in all runs ({listed}): {advice}")
+    raise AcutanceError(f"{number} scores on {split!r} were computed in the same way in all runs ({listed}): {advice}")
 
 
 def _in_all(found: Mapping[Path, Mapping[EvaluationSettings, Any]]) -> tuple[list[EvaluationSettings], str]:
-    """The settings that all runs have, and which each has, for a message."""
+    """The settings that all runs share, and for a message the settings of each run."""
     listed = "; ".join(f"{folder}: {' / '.join(map(str, has))}" for folder, has in found.items())
     first = next(iter(found.values()))
     return [settings for settings in first if all(settings in has for has in found.values())], listed
 
 
 def _overlaid(own: Sequence[str], settings: Sequence[str]) -> tuple[str, ...]:
-    """A run's own `name=value` for all that its scores depend on, with what was changed in its place."""
+    """A run's own `name=value` words for what its scores depend on, with the changed ones replaced."""
     changed = {word.partition("=")[0]: word for word in settings}
     return tuple(changed.get(word.partition("=")[0], word) for word in own)
 
 
 def groups_of(runs: Sequence[ScoredRun], score: str, settings: EvaluationSettings) -> tuple[Group, ...]:
-    """Runs that differ in their seed only are one group, called by what makes it different from the others."""
+    """Runs that differ only in their seed form a group. Its label says how it differs from the other groups."""
     grouped: dict[str, dict[int, ScoredRun]] = {}
     for run in runs:
         if score not in (known := run.scores[settings]):
@@ -275,7 +276,7 @@ def groups_of(runs: Sequence[ScoredRun], score: str, settings: EvaluationSetting
             same = f"{other.folder}, {run.folder}"
             raise AcutanceError(f"seed {seed} comes twice with one configuration: {same}. Leave one out")
     firsts = [next(iter(members.values())) for members in grouped.values()]
-    # What makes each group different from the others, and nothing else.
+    # The fields in which any two groups differ, and no others.
     pairs = combinations([run.config for run in firsts], 2)
     differing = dict.fromkeys(name for one, other in pairs for name in changes(one, other))
     groups = []
@@ -289,16 +290,16 @@ def groups_of(runs: Sequence[ScoredRun], score: str, settings: EvaluationSetting
 
 
 def _labelled(value: Any, name: str) -> str:
-    """`mitigation none`, or `weights' mitigation none` of the run that a run starts from."""
+    """`mitigation none`, or `weights' mitigation none` for the run that a run starts from."""
     *parents, last = parts = name.split(".")
     for part in parts:
         value = value.get(part) if isinstance(value, Mapping) else None
-    value = value["file"] if isinstance(value, Mapping) else value  # of a run that is started from: its file
+    value = value["file"] if isinstance(value, Mapping) else value  # initial weights: their file
     return "".join(f"{parent}' " for parent in parents if parent in STARTS) + f"{last} {shown(value)}"
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table, a line for each row."""
+    """A Markdown table."""
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
@@ -308,24 +309,24 @@ def spread_of(values: Sequence[float] | NDArray[np.float64]) -> float:
 
 
 def with_spread(mean: float, spread: float, digits: int = 2) -> str:
-    """`72.17 ± 0.10`, or the mean alone where there is one seed."""
+    """`72.17 ± 0.10`, or the mean alone for one seed."""
     return f"{mean:.{digits}f}" + (f" ± {spread:.{digits}f}" if np.isfinite(spread) else "")
 
 
 @dataclass(frozen=True)
 class RobustnessComparison:
-    """Groups of runs side by side, by what was measured: `clean`, `fog`, `severity 3`, `fog:3`."""
+    """A comparison of groups for each measurement: `clean`, `fog`, `severity 3`, `fog:3`."""
 
     comparisons: Mapping[str, Comparison]
-    shown: tuple[str, ...]  # of these, in the table
+    shown: tuple[str, ...]  # those in the table
 
     def to_markdown(self) -> str:
-        """A line for each attack, corruption and severity; single cells are in the JSON."""
+        """A line for each attack, corruption and severity. Single cells are only in the JSON."""
         first = self.comparisons[self.shown[0]]
         heads = [(f"{group.label}, seeds: {len(group.scores)}", "beside the first", "p") for group in first.groups]
         found = {name: map(self.comparisons[name].cells, self.comparisons[name].groups) for name in self.shown}
         rows = [[name, *chain.from_iterable(cells)] for name, cells in {"top-1, %": heads, **found}.items()]
-        rows = [[*row[:2], *row[4:]] for row in rows]  # the first stands beside nothing
+        rows = [[*row[:2], *row[4:]] for row in rows]  # the first group is not compared with itself
         about = f"On {first.split}: {first.settings}. Attacks are L∞, ε in levels of 255."
         return f"{markdown([rows[0], ['---'] * len(rows[0]), *rows[1:]])}\n{about}\n"
 
@@ -337,10 +338,10 @@ class RobustnessComparison:
 def compare_robustness(
     folders: Sequence[Path | str], *, split: str = "test", score: str | None = None, weights: Weights = "last"
 ) -> list[RobustnessComparison]:
-    """Group runs by configuration and compare what `acutance robustness` measured of them.
+    """Group runs by configuration and compare their results of `acutance robustness`.
 
     There is one comparison for each way in which all runs were measured: with drawn corruptions, with published files.
-    `score` is one cell or mean alone, such as `fog:3`, `fog` or `severity 3`.
+    `score` selects one cell or mean, such as `fog:3`, `fog` or `severity 3`.
     """
     runs = _read(folders, split, weights)
     measured = {run.folder: _tables(run.folder, split, weights) for run in runs}
@@ -352,7 +353,7 @@ def compare_robustness(
         scored, first = [], measured[runs[0].folder][settings]
         for run in runs:
             table = measured[run.folder][settings]
-            if differing := sorted(first.cells.keys() ^ table.cells.keys()):  # a mean would be over other cells
+            if differing := sorted(first.cells.keys() ^ table.cells.keys()):  # means would be over different cells
                 lacking = (run if differing[0] in first.cells else runs[0]).folder
                 raise AcutanceError(f"{lacking} lacks {', '.join(differing)}: measure all runs with the same options")
             scored.append(replace(run, scores={settings: {**table.cells, **table.summary()}}))
@@ -374,9 +375,9 @@ def _tables(folder: Path, split: str, weights: Weights) -> dict[EvaluationSettin
             found[EvaluationSettings(weights, fields, str(context["dtype"]))] = table
     if not found:
         raise AcutanceError(
-            f"{folder} has no robustness on {split!r} with the {weights} weights: acutance robustness {folder}"
+            f"{folder} has no robustness on {split!r} with the {weights} weights: run acutance robustness {folder}"
         )
     file = weights_file(folder, weights, split)
     if file.is_file() and any(t.context["weights"] != weights_digest(load(file)) for t in found.values()):
-        raise AcutanceError(f"{folder} went on after its robustness was measured: measure it again")
+        raise AcutanceError(f"{folder} was trained further after its robustness was measured: measure it again")
     return found

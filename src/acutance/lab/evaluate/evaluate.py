@@ -1,6 +1,6 @@
-"""evaluate: a finished run's scores on a split, written beside it with what is needed to get them again.
+"""evaluate: a finished run's scores on a split, written into its folder with all that is needed to reproduce them.
 
-What was evaluated names the file, so that the last and the best weights, or one scale and several, stand side by side.
+The file's name says what was evaluated, so the last and the best weights, or one scale and several, do not collide.
 """
 
 import json
@@ -25,19 +25,19 @@ from acutance.lab.train.run import Run, changes, in_a_name
 FORMAT = "acutance-evaluation/1"
 Weights = Literal["last", "best"]
 SPLITS = ("train", "val", "test")
-# Where the data is, who reads it, and how much of it at once: no other evaluation.
+# Where the data is, and how it is read. These fields do not change scores.
 ELSEWHERE = frozenset({"task.data_dir", "task.workers", "task.windows", "task.windows.at_once"})
-# Never changed: other data has other classes or words, and other images held out were seen in training.
+# Fields that must not change: other data has other classes or words, and another held-out slice was trained on.
 DATA = frozenset({"task.dataset", "task.corpus", "task.held_out_every"})
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores, and what they were got from and with."""
+    """Scores, and how they were computed."""
 
     split: str
     weights: Weights
-    settings: tuple[str, ...]  # fields that the scores depend on and that are not the run's own, as --set takes them
+    settings: tuple[str, ...]  # changed fields that the scores depend on, as --set takes them
     scores: Mapping[str, float]
     headline: str
     higher_is_better: bool
@@ -60,15 +60,15 @@ class Evaluation:
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Self:
-        """What `save` wrote; fields that it did not know yet have their defaults."""
+        """Read what `save` wrote. Fields that an earlier version did not write have their defaults."""
         parts = {field.name: body[field.name] for field in fields(cls) if field.name in body}
         return cls(**{**parts, "settings": tuple(parts["settings"])})
 
 
 def weights_file(folder: Path, weights: Weights, split: str) -> Path:
-    """Where the last or the best model lies, or would.
+    """The path of the last or the best model, which need not exist.
 
-    The held-out slice, and weights chosen on it, are refused for a run that was trained on all of the training set.
+    The held-out slice, and weights chosen on it, are refused for a run that was trained on the whole training set.
     """
     if weights not in ("last", "best"):
         raise AcutanceError(f"weights are last or best, not {weights!r}")
@@ -82,14 +82,14 @@ def weights_file(folder: Path, weights: Weights, split: str) -> Path:
 
 
 def weights_path(folder: Path, weights: Weights, split: str) -> Path:
-    """The same of a run that is finished."""
+    """The same for a finished run; an unfinished one is refused."""
     if not (path := weights_file(folder, weights, split)).is_file():
         raise AcutanceError(f"there is no {path}: the run is not finished. {Run(folder).how_to_go_on()}")
     return path
 
 
 def read_evaluations(folder: Path, split: str) -> list[Evaluation]:
-    """All that was evaluated on a split before, of whichever weights and settings."""
+    """All earlier evaluations on a split, of any weights and settings."""
     paths = sorted(folder.glob(f"evaluation-{split}-*.json"))
     return [read_json(path, FORMAT, Evaluation.from_dict) for path in paths]
 
@@ -97,7 +97,7 @@ def read_evaluations(folder: Path, split: str) -> list[Evaluation]:
 def read_evaluation(
     folder: Path, split: str, weights: Weights = "last", settings: Sequence[str] = ()
 ) -> Evaluation | None:
-    """What was evaluated before in this way, if it was and the weights are still the same."""
+    """The earlier evaluation with these settings, if there is one and the weights are still the same."""
     wanted = weights, changed_settings(folder, split, settings)
     for found in read_evaluations(folder, split):
         if (found.weights, found.settings) == wanted:
@@ -106,26 +106,26 @@ def read_evaluation(
 
 
 def changed_settings(folder: Path, split: str, settings: Sequence[str]) -> tuple[str, ...]:
-    """The fields that these settings really change, in order; those without effect on an evaluation are refused."""
+    """The fields that these settings actually change, in order. Fields without effect on an evaluation are refused."""
     own = Run(folder).config()
     changed = override(own, settings)
     task = task_class(own.task.kind)
     taken = {f"task.{name}" for split in SPLITS for name in task.evaluated_by(split)} - DATA
     if others := changes(own.to_dict(), changed.to_dict()).keys() - taken - ELSEWHERE:
-        why = "it takes the model as the run left it, on the data it is for; here, --set takes"
+        why = "it takes the trained model and its own data; here, --set takes"
         known = ", ".join(sorted({*taken, "task.data_dir"}))
         raise AcutanceError(f"an evaluation cannot change {', '.join(sorted(others))}: {why} {known}")
     return tuple(word for word in evaluated_with(changed, split) if word not in evaluated_with(own, split))
 
 
 def evaluated_with(config: Config, split: str) -> tuple[str, ...]:
-    """All fields that scores on a split depend on, beside the model, with their values, as --set takes them."""
+    """All fields that scores on a split depend on, apart from the model, as --set takes them."""
     names = sorted(task_class(config.task.kind).evaluated_by(split))
     return tuple(assignment(f"task.{name}", reduce(getattr, name.split("."), config.task)) for name in names)
 
 
 def assignment(name: str, value: Any) -> str:
-    """As --set takes it."""
+    """`name=value` as --set takes it."""
     return f"{name}={value if isinstance(value, str) else 'none' if value is None else json.dumps(value)}"
 
 
@@ -140,9 +140,9 @@ def evaluate_run(
 ) -> Evaluation:
     """Score a run's model in float32 and write the result into its folder, as `evaluation-SPLIT-WEIGHTS.json`.
 
-    Recipes report the last weights; the best ones were chosen on the held-out slice. `settings` change fields that the
-    evaluation reads, e.g. `task.multi_scale=false`; those that the scores depend on are part of the file's name. Under
-    torchrun the processes share the work.
+    Recipes report the last weights; the best weights were chosen on the held-out slice. `settings` change fields that
+    the evaluation reads, e.g. `task.multi_scale=false`; if scores depend on them, they are part of the file's name.
+    Under torchrun the processes share the work.
     """
     where = Path(folder)
     path = weights_path(where, weights, split)
@@ -167,5 +167,5 @@ def with_data_dir(config: Config, data_dir: Path | str | None) -> Config:
 
 
 def task_of(config: Config, device: str | torch.device) -> Task[Any]:
-    """The task of a configuration, its data read."""
+    """The task of a configuration. This reads its data."""
     return task_class(config.task.kind)(config.task, seed=config.loop.seed, device=torch.device(device))

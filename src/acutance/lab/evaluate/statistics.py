@@ -7,7 +7,7 @@ from scipy import stats
 
 
 def interval(values: Sequence[float], share: float = 0.95) -> tuple[float, float] | None:
-    """Of the mean, by Student's t; None for one value."""
+    """A confidence interval of the mean, by Student's t; None for one value."""
     if len(values) < 2:
         return None
     mean, half = float(np.mean(values)), stats.t.ppf((1 + share) / 2, len(values) - 1) * float(stats.sem(values))
@@ -25,7 +25,7 @@ def paired_t(differences: Sequence[float]) -> float | None:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """The p values of one table, corrected for their number; in the same order."""
+    """The p values of one table after Holm's correction for their number, in the same order."""
     corrected, largest = [0.0] * len(ps), 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
         largest = max(largest, min(1.0, (len(ps) - rank) * ps[index]))

@@ -1,4 +1,4 @@
-"""Every table and figure of the two papers behind one command: the runs it needs, what is read, what was published."""
+"""Every table and figure of the two papers by one command: its runs, its measurements and the published numbers."""
 
 from collections.abc import Mapping
 
@@ -11,14 +11,14 @@ __all__ = ["TARGETS", "TIMES", "Row", "Target", "Training", "find"]
 
 TARGETS: Mapping[str, Target] = {target.name: target for target in (*neutreno.TARGETS, *oversmoothing.TARGETS)}
 TIMES = (
-    "A plain run of 5 million images of 32×32 took 93 s on an H200, with NeuTRENO 94 to 98 s; the first of all, which "
-    "compiled everything, 141 s. Other trainings on GPUs have not been timed as a whole: divide their images by what "
-    "`acutance bench` measures on your GPU, or start one, and it shows the time left."
+    "A plain run of 5 million images of 32×32 took 93 s on an H200, with NeuTRENO 94 to 98 s. The very first run "
+    "compiled everything and took 141 s. Other runs on GPUs have not been timed. Divide their images by the images/s "
+    "that `acutance bench` measures on your GPU, or start one, which shows the time left."
 )
 
 
 def find(name: str) -> Target:
-    """A target that can be run."""
+    """A target by name. One without anything to run is refused."""
     if name not in TARGETS:
         meant = hint(name, TARGETS)
         raise AcutanceError(f"there is no target {name!r}{meant}; `acutance reproduce --list` names them")

@@ -1,4 +1,4 @@
-"""How targets are measured. Metrics, spectra and scores are defined elsewhere; here they are called."""
+"""How targets are measured. This calls metrics, spectra and scores that are defined elsewhere."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -31,12 +31,12 @@ DOMINANCE: dict[Norm, str] = {"ignore": "", "fold": ", γ folded"}
 CORRUPTED = {f"severity {level}": f"severity {level}" for level in range(1, 6)}
 ATTACKS: dict[str, FGSM | PGD] = {"FGSM": FGSM(1.0), "PGD": PGD(1.0)}
 ATTACKED = {column: attack.name for column, attack in ATTACKS.items()}
-PUBLISHED_CORRUPTIONS = "CIFAR-100-C"  # in the data folder: these files are read where they are
+PUBLISHED_CORRUPTIONS = "CIFAR-100-C"  # a folder in the data folder, which is read if it is there
 CORRUPTION_NAMES = tuple(CORRUPTIONS)
 
 
 def table(*reads: Read, title: str = "", digits: int = 2) -> Measure:
-    """One sheet with the numbers of all reads; its columns are the names they give, then those only published."""
+    """One sheet with the numbers of all reads. Its columns are the measured names, then the only published ones."""
 
     def sheets(session: Session) -> list[Sheet]:
         lines = [session.line(row, reads) for row in session.target.rows]
@@ -52,12 +52,12 @@ def together(*measures: Measure) -> Measure:
 
 
 def scores(columns: Mapping[str, str], split: str = "test", settings: tuple[str, ...] = ()) -> Read:
-    """A run's scores by column; the settings change how the data is read."""
+    """A run's scores by column. `settings` change how it is evaluated."""
     return lambda model: {column: model.scores(split, settings)[name] for column, name in columns.items()}
 
 
 def by_layer(metric: str, split: str = "test") -> Read:
-    """A metric after each block (a Segmenter's encoder's), with a column for each layer."""
+    """A metric after each block (of a Segmenter's encoder), with a column for each layer."""
     return lambda model: {f"layer {layer}": value for layer, value in _curve(model, metric, split).items()}
 
 
@@ -67,7 +67,7 @@ def at_last_layer(column: str, metric: str, split: str) -> Read:
 
 
 def mean_over_layers(metric: str, columns: Mapping[str, str]) -> Read:
-    """A metric by column, each with its split."""
+    """A metric's mean over layers; each column has its own split."""
     return lambda model: {column: fmean(_curve(model, metric, split).values()) for column, split in columns.items()}
 
 
@@ -78,7 +78,7 @@ def _curve(model: RowModel, metric: str, split: str) -> dict[int, float]:
 
 
 def ablation(session: Session) -> list[Sheet]:
-    """Scores on the held-out slice, also beside the first row at the same seeds; and the learnt λ̃ by layer."""
+    """Scores on the held-out slice, the difference from the first row at the same seeds, and the learnt λ̃ by layer."""
     base = session.target.rows[0].label
     read = scores({"top-1": "top1", "loss": "loss"}, "val"), at_last_layer(COSINE, "token_cosine", "val")
     (sheet,) = table(*read)(session)
@@ -102,7 +102,8 @@ def _learnt_strengths(model: RowModel) -> dict[str, float]:
 def dominance(model: RowModel) -> dict[str, float]:
     """Which family dominates I + H⊗A, in percent of samples, layers and heads.
 
-    The poster's H has no weight γ of the norm in it, and stands beside the published figures; the layer's own has.
+    The poster's H leaves out the norm's weight γ, so this one is compared with the published figures. The layer's own
+    H includes it.
     """
     found: dict[str, float] = {}
     for norm, words in DOMINANCE.items():
@@ -113,7 +114,7 @@ def dominance(model: RowModel) -> dict[str, float]:
 
 
 def spectra(model: RowModel) -> dict[str, float]:
-    """The eigenvalues of H: the share with a negative real part, the median, and a histogram of the last seed."""
+    """The eigenvalues of H: the share with a negative real part, the median, and a histogram for the last seed."""
     found = explain(model.module, progress=False)
     model.save_picture(found.plot("histogram"), "spectrum")
     negative = fmean(layer.negative_share for layer in found.layers)
@@ -122,7 +123,7 @@ def spectra(model: RowModel) -> dict[str, float]:
 
 
 def maps(model: RowModel) -> dict[str, float]:
-    """Attention maps of the first, the middle and the last layer of one test image, as pictures."""
+    """Attention maps of one test image in the first, middle and last layer, as pictures."""
     depth = len(model.module.blocks)  # type: ignore[arg-type] # a ViT's
     image = next(iter(model.inputs("test")))[:1].to(model.session.device)
     layers = sorted({1, max(1, depth // 2), depth})  # 1, 6 and 12 of twelve
@@ -131,7 +132,7 @@ def maps(model: RowModel) -> dict[str, float]:
 
 
 def norms(session: Session) -> list[Sheet]:
-    """One layer repeated under every norm, for three spectra of H."""
+    """One repeated layer with each norm, for three spectra of H."""
     grid = norm_grid()
     session.save_picture(repeat_picture(grid), "norms")
     lines = [
@@ -144,7 +145,7 @@ def norms(session: Session) -> list[Sheet]:
 def robustness(columns: Mapping[str, str]) -> Measure:
     """Accuracy on corrupted and attacked test images.
 
-    Columns name what `RobustnessTable.summary` has. With corruptions a second sheet has each by itself.
+    `columns` maps a column to a name in `RobustnessTable.summary`. With corruptions, a second sheet lists each of them.
     """
     corrupted = any(name.startswith("severity") for name in columns.values())
     attacks = [attack for column, attack in ATTACKS.items() if column in columns]
@@ -175,14 +176,14 @@ def robustness(columns: Mapping[str, str]) -> Measure:
 
 
 def efficiency(model: RowModel) -> dict[str, float]:
-    """Inference with the row's mitigation over inference without it, on random images; memory on a GPU only."""
+    """Inference with the row's mitigation relative to inference without it, on random images; memory on a GPU only."""
     chosen, device = model.run.config.task.model, model.session.device
     torch.manual_seed(model.seed)
     images = torch.randn(EFFICIENCY_BATCH, chosen.in_chans, chosen.image_size, chosen.image_size, device=device)
     configs = replace(chosen, mitigation=None), chosen
     plain, steered = (build_vit(config, weights=None).to(device).eval() for config in configs)
     (products, pointwise), (more, more_pointwise) = (count_flops(each, images) for each in (plain, steered))
-    term = more - products + more_pointwise - pointwise  # against products alone, as FLOPs are usually given
+    term = more - products + more_pointwise - pointwise  # relative to products alone, as FLOPs are usually given
     steps = {"plain": partial(inference_step, plain, [images]), "steered": partial(inference_step, steered, [images])}
     candidates = [Candidate(name, make, baseline=name == "plain") for name, make in steps.items()]
     *_, (_, row) = compare(candidates, Pace(EFFICIENCY_REPEATS, steps=1, warm_up=1, refresh=0), device)

@@ -3,14 +3,14 @@
 from acutance.lab.reproduce import measure
 from acutance.lab.reproduce.target import Row, Target, Training
 
-TINY_RUN = "384 million images through DeiT-tiny, forward and back"
+TINY_RUN = "384 million training images with DeiT-tiny"
 SAMPLES = "1000 images chosen at random, the same for all models; prefix tokens count"
 SHARED = "the runs of Table 1, then minutes"
 STRENGTHS = (0.001, 0.01, 0.1, 0.3, 0.6, 1.0, 3.0, 10.0, 100.0)  # λ̃ of the ablation
 ALIGNED_ON = {"training data": "train", "test data": "test"}
 EFFICIENCY = {"operations": 1.00005, "memory": 1.000002, "time": 1.00013}
 
-# For a result nothing is chosen, so the held-out slice is trained on too.
+# A result makes no choices, so the held-out slice is trained on too.
 WHOLE, SYMMETRIC = "task.train_on=all", "task.model.attention=symmetric"
 NEUTRENO, FEATSCALE = "task.model.mitigation=neutreno:0.6", "task.model.mitigation=featscale"
 
@@ -49,7 +49,7 @@ def steered(training: Training, strength: str, spec: str | None = None) -> Train
 
 
 def _ablation(name: str, recipe: str, data: str, needs: str) -> Target:
-    """On the held-out slice: λ̃ is chosen, so the test set has no part in it."""
+    """Scored on the held-out slice, not on the test set, since it serves to choose λ̃."""
     plain = Training(f"{recipe}-held", recipe)
     constant = (Row(f"λ̃ = {strength:g}", steered(plain, f"{strength:g}")) for strength in STRENGTHS)
     learnt = (Row(f"learnt per {each}", steered(plain, each, f"0.6,learn={each}")) for each in ("layer", "head"))
@@ -60,9 +60,9 @@ def _ablation(name: str, recipe: str, data: str, needs: str) -> Target:
         measure.ablation,
         rows,
         needs.format(f"for each seed {len(rows)} runs"),
-        "The text we read says which λ̃ was used, without an ablation to compare with. Too little shows where top-1 "
-        "and cosine are those of λ̃ = 0; too much where top-1 falls below it and the loss rises, or where the loss "
-        "stops being a number: such a run is reported as diverged, and the others go on.",
+        "The paper's text, as we have it, states λ̃ without an ablation to compare with. λ̃ is too small where top-1 "
+        "and cosine are those of λ̃ = 0, and too large where top-1 falls below that and the loss rises or diverges. A "
+        "diverged run is reported, and the other runs go on.",
     )
 
 
@@ -91,7 +91,8 @@ TARGETS = (
             _row("NeuTRENO DeiT + FeatScale", DEIT_BOTH, 73.23, 91.73),
         ),
         f"ImageNet; GPUs; for each seed 4 runs of {TINY_RUN}, and a third of one",
-        "The rate of the adaptation is unstated: a tenth of that from scratch. FeatScale is its own paper's formula.",
+        "The learning rate of the adaptation is unstated; ours is a tenth of that from scratch. FeatScale follows its "
+        "own paper's formula.",
     ),
     Target(
         "neutreno-table2",
@@ -99,7 +100,7 @@ TARGETS = (
         SEGMENTATION,
         (_row("Softmax DeiT", SEGMENTER, 35.72, 36.68), _row("NeuTRENO DeiT", SEGMENTER_NEUTRENO, 37.24, 38.06)),
         "ADE20K and ImageNet; a GPU; for each seed 2 runs of 1.3 million crops of 512, after two of Table 1",
-        "NeuTRENO is in encoder and decoder, each with its own v⁰, as in the public code.",
+        "NeuTRENO is in the encoder and in the decoder, each with its own v⁰, as in the public code.",
     ),
     Target(
         "neutreno-table3",
@@ -110,7 +111,7 @@ TARGETS = (
             Row("NeuTRENO", WIKITEXT_NEUTRENO, {"test perplexity": 33.70}),
         ),
         "WikiText-103; a GPU; for each seed 2 runs of 12.3 billion words",
-        "Both texts are read with a window that moves on by one word. λ̃ = 0.4.",
+        "Both texts are read with a window that moves by one word. λ̃ = 0.4.",
     ),
     Target(
         "neutreno-table4",
@@ -121,8 +122,8 @@ TARGETS = (
             Row("Softmax DeiT", DEIT, {"training data": 0.973, "test data": 0.964}),
         ),
         "ImageNet; GPUs; a run of Table 1 and one of Table 5, then minutes",
-        f"{SAMPLES}; mean over positions, heads and layers. Of symmetric attention our two gradients are one, hence 1: "
-        "how the paper's Sym-DeiT comes to 0.982 is unstated.",
+        f"{SAMPLES}; mean over positions, heads and layers. For symmetric attention our two gradients are equal, so "
+        "the cosine is 1; how the paper gets 0.982 for Sym-DeiT is unstated.",
     ),
     Target(
         "neutreno-table5",
@@ -165,7 +166,8 @@ TARGETS = (
             Row("NeuTRENO", KERNEL.vary("neutreno", NEUTRENO), {"accuracy": 76.75}),
         ),
         "CIFAR-10; a GPU; for each seed 2 runs of 5 million images of 32×32",
-        "Kernel and training are unstated: the RBF kernel and our strong recipe, so both figures should be higher.",
+        "The paper names neither kernel nor training. We use the RBF kernel and our strong recipe, so both figures "
+        "should be higher.",
     ),
     Target(
         "neutreno-fig1",
@@ -173,7 +175,7 @@ TARGETS = (
         COSINES,
         (*PAIR, Row("Segmenter, DeiT", SEGMENTER), Row("Segmenter, NeuTRENO DeiT", SEGMENTER_NEUTRENO)),
         "ADE20K and ImageNet; the runs of Tables 1 and 2, then minutes",
-        f"{SAMPLES}; after each block, of a Segmenter its encoder's.",
+        f"{SAMPLES}; after each block (of a Segmenter, each block of its encoder).",
     ),
     Target(
         "neutreno-fig2",
@@ -223,8 +225,8 @@ TARGETS = (
         measure.table(measure.efficiency, digits=4),
         (Row("NeuTRENO DeiT / DeiT", DEIT_NEUTRENO, EFFICIENCY, state="initial"),),
         "nothing; minutes; memory is read on a GPU only",
-        "Ratios do not depend on the weights, so nothing is trained. Time is the median ratio of calls in turn, memory "
-        "the peak of a call above what stays.",
+        "Ratios do not depend on the weights, so nothing is trained. Time is the median ratio of alternating calls. "
+        "Memory is a call's peak above what is resident.",
     ),
     _ablation("neutreno-lambda", "cifar100", "CIFAR-100", "CIFAR-100; a GPU; {} of 5 million images of 32×32"),
     _ablation("neutreno-lambda-digits", "digits", "the embedded digits", "a CPU core; {} of half a minute"),
@@ -241,8 +243,8 @@ TARGETS = (
         "Beyond the paper: NeuTRENO DeiT on corrupted and attacked ImageNet",
         ROBUSTNESS,
         PAIR,
-        "ImageNet; two runs of Table 1 for each seed, then 6 million images through each model, a sixth of them back "
-        "too; the images take 7.5 GB of the GPU's memory",
-        ROBUSTNESS_NOTES("drawn from what evaluation cuts out of the test images, with ImageNet-C's severities"),
+        "ImageNet; two runs of Table 1 for each seed, then 6 million images through each model, a sixth of them with "
+        "gradients; the images take 7.5 GB of the GPU's memory",
+        ROBUSTNESS_NOTES("drawn from the centre crops of the test images, with ImageNet-C's severities"),
     ),
 )

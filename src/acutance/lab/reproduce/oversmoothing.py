@@ -21,10 +21,10 @@ def _deit(sign: str, name: str) -> Training:
     return DEIT.vary(name, f"task.model.mitigation=eigen:{sign},basis=polar")
 
 
-# DeiT's recipe, whose one optimiser moves all parameters of every row.
+# DeiT's recipe, in which one optimiser updates all parameters of every row.
 DEIT = Training("cifar100-deit", "cifar100_deit", ("task.train_on=all",))
 TRIO = {"ViT-Ti": DEIT, "ViT-Ti⁺": _deit("positive", "plus"), "ViT-Ti⁻": _deit("negative", "minus")}
-ROWS = {"control, H free": _deit("free", "free"), **TRIO}  # as many parameters as ViT⁺ and ViT⁻, without a sign
+ROWS = {"control, H free": _deit("free", "free"), **TRIO}  # as many parameters as ViT⁺ and ViT⁻, with no sign imposed
 BASE = Training("vit-base", "deit_tiny", ("task.model.dim=768", "task.model.heads=12"))
 FRACTIONS = (1.0, 0.5, 0.1)  # of CIFAR-100
 ON_PARTS: dict[str, tuple[Published, ...]] = {
@@ -66,8 +66,8 @@ TARGETS = (
             ),
         ),
         f"CIFAR-100 and ImageNet; timm for the pretrained models; {RUNS('3 runs')}, then minutes",
-        "Over samples, layers and heads, each head's attention with the layer's whole H. Which weights of ViT-B/16 the "
-        "paper read is unstated: these are timm's, trained on ImageNet-1k.",
+        "Over samples, layers and heads, each head's attention with the layer's whole H. The paper does not say which "
+        "weights of ViT-B/16 it read; these are timm's, trained on ImageNet-1k.",
     ),
     Target(
         "oversmoothing-table2",
@@ -81,7 +81,7 @@ TARGETS = (
         f"CIFAR-100; {RUNS('12 runs')}, eight of them on a half or a tenth of the images",
         "Image size, patch and training are unstated; ours are 32×32, 4×4 and DeiT's recipe with AdamW. The seed "
         "chooses the images of a part, the same for all rows. A part has fewer steps, since its epochs are shorter; "
-        "docs/evidence/queue has it with as many steps as well.",
+        "docs/evidence/queue also has runs with equal numbers of steps.",
     ),
     Target(
         "oversmoothing-table3",
@@ -93,13 +93,13 @@ TARGETS = (
         ),
         f"CIFAR-100; {RUNS('3 runs')}, then minutes",
         "Mean over 19 corruptions (15 and 4 extra), read from CIFAR-100-C/ in the data folder if it is there, else "
-        "drawn from the test images here, with CIFAR-C's severities. Each run's own file says which it was.",
+        "drawn from the test images with CIFAR-C's severities. Each run's own file says which.",
     ),
     Target(
         "oversmoothing-fig1",
         "Figure 1: what earlier theory says of each definition",
         None,
-        notes="it is a list of theorems; explain/theory.py and explain/spectral_theory.py have them as statements",
+        notes="it is a list of theorems, which are statements in explain/theory.py and explain/spectral_theory.py",
     ),
     Target(
         "oversmoothing-fig2",
@@ -107,8 +107,8 @@ TARGETS = (
         DEFINITIONS,
         (Row("ViT-Ti, random", CIFAR100, state="initial"), Row("ViT-Ti, CIFAR-100", CIFAR100), *PRETRAINED),
         f"CIFAR-100; {RUNS('a run')}, then minutes; ImageNet, WikiText, timm and transformers for the others",
-        "HFC/LFC in the spectral norm, prefix tokens in. Which models the paper has is not in the text we read: these "
-        "are our choice.",
+        "HFC/LFC in the spectral norm, including prefix tokens. The text we have does not say which models the paper "
+        "used; these are our choice.",
     ),
     Target(
         "oversmoothing-fig3",
@@ -134,8 +134,8 @@ TARGETS = (
         (Row("ViT-Ti, CIFAR-100", CIFAR100), Row("language model, WikiText-103", WIKITEXT), *PRETRAINED),
         f"CIFAR-100 and WikiText-103; {RUNS('a run')} and one of 12.3 billion words, then minutes; timm and "
         "transformers for the pretrained models",
-        "The norm's weight is folded into H; mean over layers, with a histogram for each. Which models the paper has "
-        "is not in the text we read: these are our choice.",
+        "The norm's weight is folded into H; mean over layers, with a histogram for each. The text we have does not "
+        "say which models the paper used; these are our choice.",
     ),
     Target(
         "oversmoothing-attacks",

@@ -1,4 +1,4 @@
-"""The runs that a target needs, and a session that trains them, measures, and puts the numbers beside the published."""
+"""The runs of a target, and a session that trains and measures them and compares with the published numbers."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from acutance.lab.train.run import Run, changes, differences, listed
 from acutance.lab.train.start import train
 from acutance.report.pictures import Figure
 
-TEXTS = ("wikitext-103/wiki.test.tokens", "wikitext-2/wiki.test.tokens")  # the first that is there
-# What is read to see that a task's data is there. For "val" of ImageNet all of train/ is listed.
+TEXTS = ("wikitext-103/wiki.test.tokens", "wikitext-2/wiki.test.tokens")  # the first that exists
+# What is read to check that a task's data is there. ImageNet's "val" lists all of train/.
 LOADERS: dict[str, Callable[[Any], object]] = {
     "classification": lambda t: (load_images(t.dataset, t.data_dir, "all"), load_images(t.dataset, t.data_dir, "test")),
     "imagenet": lambda t: (load_imagenet(t, "val"), load_imagenet(t, "test")),
@@ -68,7 +68,7 @@ class Planned:
 
     @property
     def divergence(self) -> str | None:
-        """The message of a run whose loss stopped being a number."""
+        """The message of a run whose loss became NaN or infinite."""
         path = self.run.folder / "diverged.txt"
         return path.read_text(encoding="utf-8") if path.is_file() else None
 
@@ -93,7 +93,7 @@ class Planned:
 
     @contextmanager
     def taken(self) -> Iterator[str | None]:
-        """Take the run. Yields None, or the process that trains it already, by `reproduce` or by `train`."""
+        """Lock the run. Yields None, or the process that already trains it by `reproduce` or `train`."""
         with locks.held(self.lock_path) as mine:
             if not mine:
                 yield locks.holder(self.lock_path)
@@ -101,10 +101,10 @@ class Planned:
             command = self.run.lock_path
             with locks.held(command) if command.exists() else nullcontext(True) as free:
                 who = None if free else locks.holder(command)
-            yield who  # `train` takes the command's lock itself, so it is released here
+            yield who  # the command's lock is free again here, since `train` takes it itself
 
     def command(self) -> str | None:
-        """The command that trains what is left, e.g. under torchrun; `reproduce` then finds the run finished."""
+        """The command that trains what is left, e.g. for torchrun. `reproduce` then finds the run finished."""
         if not self.is_open:
             return None
         differing = changes(recipes.load(self.recipe).to_dict(), self.config.to_dict())
@@ -113,14 +113,14 @@ class Planned:
         return shlex.join(["acutance", "train", self.recipe, "--out", str(self.run.folder), *resume, *fields])
 
     def check(self) -> None:
-        """Refuse to go on with a run that was begun with other settings."""
+        """Refuse a run that was started with other settings."""
         free = {f"task.{name}" for name in STARTS}
         if self.run.exists() and (found := differences(self.config, self.run.config(), free)):
             advice = "name another folder with --out, or the same --set as then"
             raise AcutanceError(f"{self.run.folder} is a run with {listed(found)}: {advice}")
 
     def train(self, device: str, console: Console) -> None:
-        """Train what is left. Divergence is a result too, and kept."""
+        """Train what is left. Divergence is a result too, and is recorded."""
         self.check()
         if self.config.loop.compile:
             torch.compiler.reset()  # many runs in one process would reach the limit on recompilations
@@ -132,9 +132,9 @@ class Planned:
 
 
 def check_data(configs: Iterable[Config]) -> None:
-    """Look for the data of all runs before the first training; refuse with a line for each set that is missing.
+    """Check the data of all runs before the first training. The error has a line for each missing data set.
 
-    Folders are listed and small sets read. Images are not decoded.
+    Folders are listed and small sets are read. Images are not decoded.
     """
     tasks: dict[Any, Any] = {tuple(getattr(c.task, name, None) for name in PLACE): c.task for c in configs}
     complaints = []
@@ -148,11 +148,11 @@ def check_data(configs: Iterable[Config]) -> None:
 
 
 class Session:
-    """One target, its runs, and what its measures read.
+    """One target, its runs, and the inputs of its measures.
 
-    `out/runs` has the runs, which all targets share, `out/TARGET` the results. Every row has `seeds` runs, by default
-    the target's own number. `changes` are made in every run, as --set takes them, and written down with the result.
-    Models are read on `samples` images or sequences.
+    `out/runs` has the runs, which all targets share, and `out/TARGET` the results. Every row has `seeds` runs, by
+    default the target's own number. `changes` (as --set takes them) apply to every run and are recorded with the
+    result. Models are measured on `samples` images or sequences.
     """
 
     def __init__(
@@ -169,8 +169,8 @@ class Session:
     ) -> None:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise AcutanceError(
-                "reproduce is one process: start it once for each GPU (CUDA_VISIBLE_DEVICES=0, 1, …), and they share "
-                "the runs; or train single runs under torchrun by the commands that --plan prints"
+                "reproduce is one process: start it once for each GPU (CUDA_VISIBLE_DEVICES=0, 1, …) to share the "
+                "runs; or train single runs under torchrun by the commands that --plan prints"
             )
         self.target, self.changes, self.samples = target, changes, samples
         self.seeds = range(seeds or target.seeds)
@@ -182,7 +182,7 @@ class Session:
         self.plan = self._plan()
 
     def _plan(self) -> list[Planned]:
-        """All runs, each once and after the one it starts from."""
+        """All runs, each once, and each after the run it starts from."""
         ordered: dict[str, Planned] = {}
         trained = [row.training for row in self.target.rows if row.training is not None and row.state == "trained"]
         for seed, training in product(self.seeds, trained):
@@ -197,7 +197,7 @@ class Session:
         return plan
 
     def planned(self, training: Training, seed: int) -> Planned:
-        """A single run: its folder, its data, and the changes that concern it."""
+        """A single run with its folder, its data and the changes that apply to it."""
         base = None if training.base is None else self.planned(training.base, seed)
         plain = recipes.load(training.recipe)
         wanted = (change for change in self.changes if _concerns(plain, change))
@@ -208,13 +208,13 @@ class Session:
         return Planned(training.recipe, with_data_dir(config, self.data_dir), run, base)
 
     def run(self) -> Result:
-        """Train what is left and nobody else trains, then measure all that is finished."""
+        """Train what is left and no other process trains, then measure all finished runs."""
         assert self.target.measure is not None, "there is something to run"
         for planned in self.plan:
             planned.check()
         check_data(planned.config for planned in self.plan if planned.is_open)
         while self._train():
-            pass  # again: another process may have finished what a run starts from
+            pass  # repeated, since another process may have finished what a run starts from
         for planned in self.plan:  # also those that other processes trained
             planned.check()
         pending = self.pending()
@@ -224,7 +224,7 @@ class Session:
         return Result(self.target, len(self.seeds), tuple(sheets), pending, record)
 
     def _train(self) -> bool:
-        """Train all that can be trained now, in order. Returns whether there was any."""
+        """Train all that can be trained now, in order. Returns whether any was."""
         some, say = False, partial(self.console.print, highlight=False, soft_wrap=True)
         for number, planned in enumerate(self.plan, 1):
             if not planned.is_open:
@@ -243,7 +243,7 @@ class Session:
         return tuple(planned.label for planned in self.plan if planned.is_open)
 
     def write(self, result: Result) -> list[Path]:
-        """The result as Markdown and as JSON; nothing if another process has finished the rest meanwhile."""
+        """Write the result as Markdown and JSON; nothing if another process has finished the rest meanwhile."""
         if result.pending and not self.pending():
             return []
         body = json.dumps(result.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
@@ -251,12 +251,12 @@ class Session:
         return [atomic_write(self.folder / name, text.encode()) for name, text in files.items()]
 
     def script(self) -> str:
-        """The plan as a shell script: how each run could be trained by itself."""
+        """The plan as a shell script that trains each run by itself."""
         runs = ((f"# {planned.label}: {planned.state}", planned.command()) for planned in self.plan)
         return "\n".join([HINT, *filter(None, chain.from_iterable(runs))])
 
     def line(self, row: Row, reads: Iterable[Callable[[RowModel], Mapping[str, float]]]) -> Line:
-        """The numbers by name that `reads` find in a row's models, and notes on what is missing."""
+        """The numbers that `reads` find in a row's models, by name, and notes on what is missing."""
         found: dict[str, dict[int, float]] = {}
         notes: list[str] = []
         task: Any = None if row.training is None else self.planned(row.training, 0).config.task
@@ -271,16 +271,16 @@ class Session:
                 try:
                     for name, value in read(model).items():
                         found.setdefault(name, {})[seed] = value
-                except NonFiniteError:  # a finite loss on training data promises none on others
+                except NonFiniteError:  # a finite training loss does not guarantee finite tokens on other data
                     notes.append(f"seed {seed} cannot be read: its tokens hold NaN or infinity")
                 except AcutanceError as error:
                     if row.model is None:
                         raise
-                    notes.append(str(error))  # a missing library, download or data set costs one line, not the table
+                    notes.append(str(error))  # without a library, download or data set one line is empty, not the table
         return Line(row.label, found, row.published, ", ".join(dict.fromkeys(notes)))
 
     def save_picture(self, figure: Figure, *words: str) -> list[Path]:
-        """Write a picture among the results, named by words."""
+        """Write a picture into the folder of results, with these words as its name."""
         return save_picture(figure, self.folder / "-".join(re.sub(r"[^\w.]+", "-", word).strip("-") for word in words))
 
 
@@ -306,7 +306,7 @@ class RowModel:
 
     @cached_property
     def module(self) -> nn.Module:
-        """The model on the device, trained or as initialised."""
+        """The model on the device, trained or at initialisation."""
         if self.planned is None:
             return self._loaded.model
         if self.row.state == "trained":
@@ -316,7 +316,7 @@ class RowModel:
         return task.build_model().to(self.session.device)
 
     def inputs(self, split: str) -> Iterable[Any]:
-        """Samples of its run's data; for a pretrained model images of ImageNet's val/ or WikiText's test text."""
+        """Samples of its run's data; for a pretrained model, images of ImageNet's val/ or WikiText's test text."""
         if self.planned is not None:
             return self.run_inputs(split)
         folder, limit = self.session.data_dir, self.session.samples
@@ -331,7 +331,7 @@ class RowModel:
         raise AcutanceError(f"text is read from {' or '.join(TEXTS)} in {folder}; neither is there")
 
     def scores(self, split: str, settings: tuple[str, ...] = ()) -> Mapping[str, float]:
-        """The run's scores on a split; they are evaluated once and kept."""
+        """The run's scores on a split, evaluated once and then kept."""
         folder, session = self.run.run.folder, self.session
         found = read_evaluation(folder, split, settings=settings) or evaluate_run(
             folder, split=split, settings=settings, data_dir=session.data_dir, device=session.chosen_device
@@ -344,6 +344,6 @@ class RowModel:
 
 
 def _concerns(config: Config, change: str) -> bool:
-    """Whether a run has the field: task.shards is ImageNet's, and other tasks ignore it."""
+    """Whether a run has the field. For example, only ImageNet has task.shards; other tasks ignore it."""
     room, *inside = (part.strip() for part in change.partition("=")[0].split("."))
     return room != "task" or not inside or hasattr(config.task, inside[0])

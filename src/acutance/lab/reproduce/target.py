@@ -1,4 +1,4 @@
-"""What a table or figure is made of, and its page: measured numbers beside published ones, as Markdown and as data."""
+"""A table or figure as data, and its page: measured numbers beside published ones, as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from acutance.lab.reproduce.run import Session
 
 FORMAT = "acutance-reproduction/1"
-# A published number; with its spread over seeds where the paper gives one.
+# A published number, with its spread over seeds if the paper gives one.
 Published = float | tuple[float, float]
 PAPERS = {"neutreno": "2312.00751", "oversmoothing": "2401.04301"}
 
 
 @dataclass(frozen=True)
 class Training:
-    """A run that targets need, as a recipe and the fields that differ from it. Targets share runs by name."""
+    """A run that targets need: a recipe and changed fields. Targets share runs by name."""
 
     name: str
     recipe: str
@@ -74,14 +74,14 @@ class Line:
     note: str = ""  # why something is missing, or which pictures were drawn
 
     def mean_and_spread(self, column: str) -> tuple[float, float] | None:
-        """Over seeds; the spread of one seed is NaN."""
+        """The mean and spread over seeds; the spread of one seed is NaN."""
         values = list(self.measured.get(column, {}).values())
         return (float(np.mean(values)), spread_of(values)) if values else None
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table; a figure is a table with a column for each layer."""
+    """A table. A figure is a table with a column for each layer."""
 
     title: str
     columns: Sequence[str]
@@ -89,12 +89,12 @@ class Sheet:
     digits: int = 2
 
     def transposed(self, title: str) -> Sheet:
-        """A line for each column, a column for each line."""
+        """Lines and columns exchanged, without published numbers."""
         lines = [Line(name, {line.label: line.measured.get(name, {}) for line in self.lines}) for name in self.columns]
         return Sheet(title, [line.label for line in self.lines], lines, self.digits)
 
     def to_markdown(self) -> str:
-        """Published figures stand before the measured ones of their column."""
+        """A table in which each published column comes before the measured one."""
         printed = {column for line in self.lines for column in line.published}
         header, rows = ["model"], [[line.label] for line in self.lines]
         for column in self.columns:
