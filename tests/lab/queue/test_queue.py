@@ -87,8 +87,8 @@ def test_jobs_go_seed_by_seed_and_what_cannot_be_meant_is_refused(tmp_path, queu
         ("seeds = [1]", "seeds = [101]", "tunes on seed 101, which toy-final tests"),
         ('name = "toy-final"', 'name = "toy"', "two blocks are called 'toy'"),
         ("seconds = 1000", "secnds = 1", r"has no field 'secnds', did you mean seconds"),
-        ('"optim.name=muon"]', '"optim.name=muon"]}, {label = "again"', "'plain' and 'again', which are one run"),
-        ("format", "format =", "is no TOML file"),
+        ('"optim.name=muon"]', '"optim.name=muon"]}, {label = "again"', "'plain' and 'again', which are the same run"),
+        ("format", "format =", "is not a TOML file"),
     ):
         with pytest.raises(AcutanceError, match=message):
             Queue.load(write(tmp_path, TOY.replace(old, new, 1)))

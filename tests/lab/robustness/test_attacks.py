@@ -87,7 +87,7 @@ def test_attacks_are_written_as_they_are_named_and_others_are_refused():
     assert PGD(8, 20).size == 1.0
     for attack in ATTACKS:
         assert as_attack(as_attack(attack).name).name == attack.name
-    refusals = {"no attack": ["cw:8", "fgsm:8:2", "pgd:8:2.5", ""], "from 0 on": ["fgsm:-1", "pgd:nan", "pgd:8:5:-1"]}
+    refusals = {"no attack": ["cw:8", "fgsm:8:2", "pgd:8:2.5", ""], "0 or more": ["fgsm:-1", "pgd:nan", "pgd:8:5:-1"]}
     for words, wrong in {**refusals, "1 step or more, not 0": ["pgd:8:0"]}.items():
         for spec in wrong:
             with pytest.raises(AcutanceError, match=words):

@@ -1,1 +1,1 @@
-"""A queue of runs whose results accumulate in one file: what is there is done, on whichever machine it was made."""
+"""A queue of runs whose results accumulate in one file. A run with a result there is done, on any machine."""

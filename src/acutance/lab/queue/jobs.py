@@ -1,7 +1,7 @@
-"""What is to be run: the queue's file, its jobs in order, and the key by which a result is found again.
+"""The jobs of a queue: its file, its jobs in order, and the key by which a job's result is found.
 
-A key is a digest of what defines a run. It must outlast refactorings: fields that are added later do not change it as
-long as they are neutral.
+A key is a digest of all that defines a run. It must survive refactoring: a field added later does not change the key
+while it has its neutral value.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ from acutance.lab.train.config import Config, from_dict, incidental_fields, over
 
 FORMAT = "acutance-queue/1"
 VERSION = 1  # of definitions
-# Fields that say nothing at these values, and are left out of a definition. Never change an entry or take one out: it
-# would orphan results. A new field of a configuration is added here, at the value that leaves runs as they were.
+# Neutral values: fields that have them are left out of a definition. Never change or remove an entry, since that would
+# orphan results. Add a new field of a configuration here, with the value that leaves runs as they were.
 WORDS = """
     task.model.in_chans=3 task.model.mlp_ratio=4.0 task.model.qkv_bias=true task.model.attention="softmax"
     task.model.mitigation=null task.model.mitigation_layers=null task.model.class_token=true task.model.distilled=false
@@ -47,26 +47,26 @@ class Row:
 
     label: str
     set: tuple[str, ...] = ()
-    seconds: float | None = None  # of one run by itself, where it differs from the block's
-    keep: bool = False  # the weights of the block's first seed, as examples
+    seconds: float | None = None  # expected time of one run by itself, if it differs from the block's
+    keep: bool = False  # keep the weights of the block's first seed, as an example
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of one table. `tune` reads the held-out slice only, `final` the test set, once for each row and seed."""
+    """The rows of one table. `tune` reads only the held-out slice; `final` reads the test set once per row and seed."""
 
     name: str
     title: str
     kind: Kind
     recipe: str
     seeds: tuple[int, ...]
-    seconds: float  # that one run by itself is expected to take; earlier results count more
+    seconds: float  # expected time of one run by itself; earlier results take precedence
     row: tuple[Row, ...]
     set: tuple[str, ...] = ()
     note: str = ""
 
     def jobs(self) -> Iterator["Job"]:
-        """Seed by seed, so that rows can be paired as soon as possible."""
+        """All jobs, seed by seed, so that rows can be paired early."""
         for seed in self.seeds:
             yield from (Job(self, row, seed) for row in self.row)
 
@@ -88,7 +88,7 @@ class Job:
 
     @cached_property
     def definition(self) -> dict[str, Any]:
-        """All that defines the run, as plain data; neutral fields are left out."""
+        """All that defines the run, as plain data without neutral fields."""
         found = {"version": VERSION, "kind": self.block.kind, "task.kind": self.config.task.kind}
         incidental = incidental_fields(self.config)
         for name, value in _flat(self.config.to_dict()):
@@ -107,7 +107,7 @@ class Job:
 
     @property
     def seconds(self) -> float:
-        """What the queue's file expects."""
+        """The expected time by the queue's file."""
         return self.block.seconds if self.row.seconds is None else self.row.seconds
 
 
@@ -119,11 +119,11 @@ class Queue:
 
     @classmethod
     def load(cls, path: Path) -> "Queue":
-        """Read a TOML file. What is wrong in it is named before anything is run."""
+        """Read a TOML file. Mistakes in it are refused before anything runs."""
         try:
             body = tomllib.loads(read_bytes(path).decode())
         except ValueError as error:
-            raise AcutanceError(f"{path} is no TOML file: {error}") from error
+            raise AcutanceError(f"{path} is not a TOML file: {error}") from error
         if (form := body.pop("format", None)) != FORMAT:
             raise AcutanceError(f"{path}: format {form!r}, this version reads {FORMAT!r}")
         queue: Queue = from_dict(cls, body)
@@ -131,7 +131,7 @@ class Queue:
         return queue
 
     def jobs(self) -> list[Job]:
-        """All jobs in order; one that several blocks share comes once."""
+        """All jobs in order. A job that several blocks share comes once."""
         found: dict[str, Job] = {}
         for job in (job for block in self.block for job in block.jobs()):
             found.setdefault(job.key, job)
@@ -144,7 +144,7 @@ class Queue:
         raise AcutanceError(f"the queue has no job {key}")
 
     def check(self, path: Path) -> None:
-        """Refuse names that come twice, rows that are one run, and tuning on seeds of a final block."""
+        """Refuse repeated names, rows that are the same run, and tuning on the seeds of a final block."""
         names = Counter(block.name for block in self.block)
         if twice := [name for name, count in names.items() if count > 1]:
             raise AcutanceError(f"{path}: two blocks are called {twice[0]!r}")
@@ -152,7 +152,7 @@ class Queue:
             rows: dict[str, str] = {}
             for row in block.row:
                 if (other := rows.setdefault(Job(block, row, block.seeds[0]).key, row.label)) != row.label:
-                    raise AcutanceError(f"{path}: {block.name} has {other!r} and {row.label!r}, which are one run")
+                    raise AcutanceError(f"{path}: {block.name} has {other!r} and {row.label!r}, which are the same run")
         opened = {(block.recipe, seed): block for block in self.block if block.kind == "final" for seed in block.seeds}
         for block in self.block:
             seeds = [seed for seed in block.seeds if (block.recipe, seed) in opened]
@@ -162,7 +162,7 @@ class Queue:
 
 
 def digest_of(definition: Mapping[str, Any]) -> str:
-    """The first 16 letters of a SHA-256 over the sorted definition."""
+    """The first 16 hexadecimal digits of a SHA-256 over the sorted definition."""
     text = json.dumps(definition, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

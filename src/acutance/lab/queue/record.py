@@ -1,4 +1,4 @@
-"""What is kept of a run: everything that a table may need, read before the weights are lost."""
+"""The record of a run: everything that a table may need, measured before the weights are lost."""
 
 import shlex
 import time
@@ -34,7 +34,7 @@ from acutance.models import Segmenter
 
 READ_ON = 1000  # samples
 METRICS = ("token_cosine", "rank_residual", "hfc_lfc_frobenius", "norm_spread", "attention_cosine")
-NORMS: tuple[Norm, ...] = ("ignore", "fold")  # the poster's H has no norm's weight in it; the layer's has
+NORMS: tuple[Norm, ...] = ("ignore", "fold")  # the poster's H leaves out the norm's weight; the layer's own includes it
 POINTS = 25  # of a curve
 LARGEST = 15_000_000  # bytes of weights in a file
 
@@ -42,7 +42,7 @@ LARGEST = 15_000_000  # bytes of weights in a file
 def record(job: Job, folder: Path, shared: Path, *, data_dir: Path | None, device: str) -> dict[str, Any]:
     """Scores, similarity by layer, spectra, time, memory and curves of a finished run.
 
-    `shared` is where corrupted test images are kept for all runs.
+    `shared` is the folder that keeps corrupted test images for all runs.
     """
     began, run, split = time.perf_counter(), Run(folder), "val" if job.block.kind == "tune" else "test"
     on = distributed.device(device)
@@ -72,9 +72,9 @@ def record(job: Job, folder: Path, shared: Path, *, data_dir: Path | None, devic
 
 
 def keep_weights(job: Job, run: Run, folder: Path) -> list[Path]:
-    """The last weights in bfloat16, in files below 16 MB that say by which command they are trained again.
+    """Save the last weights in bfloat16, in files below 16 MB that hold the command which trains them again.
 
-    One file alone is a model that `acutance.load` reads; the tensors of several go together.
+    A single file is a model that `acutance.load` reads. Of several files, join the tensors first.
     """
     with safe_open(str(run.model_path), framework="pt") as opened:
         about = opened.metadata() or {}
@@ -95,7 +95,7 @@ def keep_weights(job: Job, run: Run, folder: Path) -> list[Path]:
 
 
 def corrupted(model: nn.Module, task: Any, shared: Path, data_dir: Path | None) -> dict[str, float]:
-    """Top-1 by corruption and by severity: on published files where they are, else on images that are drawn once."""
+    """Top-1 by corruption and by severity, on the published files if they are there, else on images drawn once."""
     images = images_of(task, "test", data_dir=data_dir)
     folder = (data_dir or shared) / f"{task.dataset.replace('cifar', 'CIFAR-')}-C"
     if not folder.is_dir():
@@ -110,7 +110,7 @@ def corrupted(model: nn.Module, task: Any, shared: Path, data_dir: Path | None) 
 
 
 def by_layer(model: nn.Module, inputs: Tensor, part: str | None = None) -> dict[str, dict[str, Any]]:
-    """Metrics by tap and name, each with its layers: the stream, the attention branch, and A."""
+    """Metrics of the stream, the attention branch and A, by tap, name and layer."""
     profile = measure(model, inputs.split(100), metrics=METRICS, tap=("block", "attention"), part=part, progress=False)
     found: dict[str, dict[str, Any]] = {}
     for reading in profile.readings:
@@ -119,10 +119,10 @@ def by_layer(model: nn.Module, inputs: Tensor, part: str | None = None) -> dict[
 
 
 def spectra(model: nn.Module, part: str | None = None) -> dict[str, Any]:
-    """Of H by layer, with the norm's weight left out and folded in: how many λ are negative, and where they lie."""
+    """The spectrum of H by layer, without and with the norm's weight: the share of negative λ, and quantiles."""
     found: dict[str, Any] = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AcutanceWarning)  # of bounds that are crossed: the numbers say so
+        warnings.simplefilter("ignore", AcutanceWarning)  # of crossed bounds, which the numbers show
         for norm in NORMS:
             layers = explain(model, norm=norm, part=part, progress=False).layers
             found[norm] = {
@@ -134,10 +134,10 @@ def spectra(model: nn.Module, part: str | None = None) -> dict[str, Any]:
 
 
 def course(run: Run) -> dict[str, Any]:
-    """How training went: a thinned curve, the scores on the way, and the time of a step."""
+    """The course of training: thinned curves, scores during training, and the time per step."""
     log, config = read_log(run.folder), run.config()
     unit = next(name for name in log[0] if name.endswith("/s"))
-    speeds = [line[unit] for line in log[1:]] or [line[unit] for line in log]  # the first one holds the compiling
+    speeds = [line[unit] for line in log[1:]] or [line[unit] for line in log]  # the first line includes compilation
     points = log[:: -(-len(log) // POINTS)]
     curves = {name: [short(line[name]) for line in points] for name in ("epoch", "loss")}
     evaluated = [line for line in log if any(name.startswith("val/") for name in line)]

@@ -1,4 +1,4 @@
-"""Results: one line of JSON for each run, only ever appended. What is there is done."""
+"""Results: one line of JSON for each run. Lines are only appended. A run with a line is done."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from acutance.lab.queue.jobs import Job
 
 FORMAT = "acutance-queue-result/1"
 WAIT = 60.0  # seconds for another process to append its line
-# What a run takes beside w − 1 others on one GPU, in units of what it takes alone: four took 2.5 times as long as one.
+# A run beside w − 1 others on one GPU takes ALONE + BESIDE · w times as long as alone: 2.5 times with four.
 ALONE, BESIDE = 0.5, 0.5
 
 
@@ -26,7 +26,7 @@ class Results:
     path: Path
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """Results by key; of a key that comes twice, after a merge, the first counts."""
+        """Results by key. If a key comes twice after a merge, the first counts."""
         if not self.path.is_file():
             return {}
         *lines, _unfinished = self.path.read_bytes().split(b"\n")  # a crash may have cut the last one off
@@ -42,7 +42,7 @@ class Results:
         return found
 
     def append(self, job: Job, record: Mapping[str, Any]) -> None:
-        """Add a line, whole or not at all; a second one for the same job is refused."""
+        """Add a line, whole or not at all. A second line for the same job is refused."""
         body = {"format": FORMAT, "key": job.key, "kind": job.block.kind, "label": job.label, "seed": job.seed}
         line = json.dumps(finite({**body, "definition": job.definition, **record}), ensure_ascii=False, allow_nan=False)
         start, lock = monotonic(), self.path.with_name(f".{self.path.name}.lock")
@@ -62,7 +62,7 @@ class Results:
 
 
 def expected_seconds(job: Job, results: Mapping[str, Mapping[str, Any]], workers: int, machine: str) -> float:
-    """How long a job takes beside workers − 1 others: as earlier runs of its configuration did, or as the file says."""
+    """How long a job takes beside workers − 1 others, by earlier runs of its configuration or else by the file."""
     alone = job.seconds
     same = {name: value for name, value in job.definition.items() if name != "loop.seed"}
     found = [
@@ -75,5 +75,5 @@ def expected_seconds(job: Job, results: Mapping[str, Mapping[str, Any]], workers
 
 
 def beside(workers: int) -> float:
-    """How many times as long a run takes beside workers − 1 others."""
+    """How many times longer a run takes beside workers − 1 others than alone."""
     return ALONE + BESIDE * workers

@@ -1,4 +1,4 @@
-"""The queue at work: what fits the time left is started, several runs side by side, each a process of its own."""
+"""Running a queue: start the jobs that fit the remaining time, several at once, each in its own process."""
 
 import os
 import re
@@ -26,10 +26,10 @@ from acutance.lab.train.run import Run
 from acutance.lab.train.start import train
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
-GRACE = 30.0  # seconds for a run that is stopped to save itself
-FAILURES = 3  # without any success, and nothing more is started
+GRACE = 30.0  # seconds for a stopped run to save itself
+FAILURES = 3  # after this many without a success, nothing more is started
 LOG_LINES = 12  # of a run that failed
-BEGAN = "ACUTANCE_JOB_BEGAN"  # tells a job when its process was started: importing torch takes a while
+BEGAN = "ACUTANCE_JOB_BEGAN"  # tells a job when its process was started, since importing torch takes a while
 
 
 def duration(text: str) -> float:
@@ -40,7 +40,7 @@ def duration(text: str) -> float:
 
 
 def machine_name() -> str:
-    """What times are compared on."""
+    """The name of the machine; times are only compared on machines of one name."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
 
@@ -49,12 +49,12 @@ class Session:
     """One call of the queue: its files, and how the work is done."""
 
     file: Path
-    out: Path  # runs, which may be lost, and their logs
+    out: Path  # runs and their logs, which may be lost
     results: Results
     workers: int = 1
     data_dir: Path | None = None
     device: str = "auto"
-    trial: bool = False  # any sources will do, since nothing is published
+    trial: bool = False  # accept uncommitted sources, since nothing is published
 
     @property
     def queue(self) -> Queue:
@@ -67,7 +67,7 @@ class Session:
         return self.out / f".{job.key}.lock"
 
     def run_one(self, key: str, console: Console) -> None:
-        """Train what is left of a job, read all that is kept of it, and append it to the results."""
+        """Train what is left of a job, measure its record and append it to the results."""
         job, began = self.queue.job(key), float(os.environ.get(BEGAN, time.time()))
         if not self.trial:
             clean_commit()
@@ -91,11 +91,11 @@ class Session:
             self.results.append(job, {**found, **about, "seconds": round(time.time() - began, 1)})
 
     def run(self, budget: float, console: Console) -> list[Job]:
-        """Start what fits until the time is over; gives the jobs that are left."""
+        """Start what fits until the time is over. Returns the jobs that are left."""
         if not self.trial:
             clean_commit()
         scheduler = Scheduler(self, time.monotonic() + budget, console)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # what ends a batch job stops the runs too
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # the end of a batch job stops the runs too
         try:
             scheduler.run()
         finally:
@@ -104,7 +104,7 @@ class Session:
 
 
 class Scheduler:
-    """Starts jobs in order, as many at once as there are workers."""
+    """Starts jobs in order, at most `workers` at once."""
 
     def __init__(self, session: Session, deadline: float, console: Console) -> None:
         self.session, self.deadline, self.console = session, deadline, console
@@ -132,7 +132,7 @@ class Scheduler:
             time.sleep(0.2)
 
     def stop(self) -> None:
-        """Runs that outlast the time are asked to save themselves; they go on if their folder is kept."""
+        """Ask runs that outlast the time to save themselves. They resume later if their folder is kept."""
         for job, (process, _) in self.running.items():
             self._say(f"stopping {job.label}")
             process.send_signal(signal.SIGTERM)
@@ -146,7 +146,7 @@ class Scheduler:
         self.running = {}
 
     def _next(self) -> Job | None:
-        """The first job that is open, free, and expected to end in time."""
+        """The first job that has no result, that no process runs, and that should end in time."""
         left, results = self.deadline - time.monotonic(), self.session.results.read()
         for job in self.jobs:
             if job.key in results or job.key in self.tried:
@@ -168,7 +168,7 @@ class Scheduler:
         words += ["--out", str(session.out), "--workers", str(session.workers), "--device", session.device]
         words += [] if session.data_dir is None else ["--data-dir", str(session.data_dir)]
         words += ["--trial"] if session.trial else []
-        # Threads are shared out, or runs side by side would wait for each other.
+        # Divide the threads, since runs side by side would otherwise wait for each other.
         share = str(max(1, (os.cpu_count() or 1) // session.workers))
         threads = {"OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share}
         environment = {**threads, **os.environ, BEGAN: str(time.time())}

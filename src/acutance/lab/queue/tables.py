@@ -1,4 +1,4 @@
-"""The tables of a queue, written from its results alone: the same files come out wherever they are written."""
+"""The tables of a queue. They depend on its results alone, so every machine writes the same files."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from acutance.lab.queue.jobs import Block, Job, Queue, Row, digest_of
 from acutance.lab.queue.results import Results
 from acutance.lab.tasks import task_class
 
-APART = 0.5  # rows that differ by less in the mean are not separated, whatever p is
+APART = 0.5  # rows whose means differ by no more are not separated, whatever p is
 SPLIT = {"tune": "val", "final": "test"}
 TESTS = ("beside the first [95 %]", "paired t", "Holm", "sign-flip", "")
 SAYS = {
@@ -62,7 +62,7 @@ Cells = Mapping[str, Callable[[RowResults], str]]
 
 
 def write_tables(file: Path, results: Results) -> list[Path]:
-    """A page for each block, and one that lists them, beside the queue's file."""
+    """Write a page for each block and an index, beside the queue's file."""
     queue, lines = Queue.load(file), results.read()
     pages = {f"{block.name}.md": page(block, lines) for block in queue.block}
     pages["README.md"] = index(queue, lines)
@@ -70,7 +70,7 @@ def write_tables(file: Path, results: Results) -> list[Path]:
 
 
 def index(queue: Queue, lines: Mapping[str, Line]) -> str:
-    """What is done and what is left."""
+    """The index: which runs are done."""
     rows = [["table", "kind", "rows", "seeds", "runs done"], ["---"] * 5]
     for block in queue.block:
         jobs = list(block.jobs())
@@ -81,7 +81,7 @@ def index(queue: Queue, lines: Mapping[str, Line]) -> str:
 
 
 def page(block: Block, lines: Mapping[str, Line]) -> str:
-    """A block's scores, what was read by layer, and what the runs took."""
+    """A block's page: scores, measurements by layer, and the cost of the runs."""
     jobs, found = list(block.jobs()), [row_results(block, row, lines) for row in block.row]
     done = sum(job.key in lines for job in jobs)
     fields = f" with `{' '.join(block.set)}`" if block.set else ""
@@ -105,7 +105,7 @@ def page(block: Block, lines: Mapping[str, Line]) -> str:
 
 
 def row_results(block: Block, row: Row, lines: Mapping[str, Line]) -> RowResults:
-    """Lines of this kind, whose definition gives their key; a tuned run never stands in a final table."""
+    """A row's lines. Each must have the key of its definition; a tuning run never appears in a final table."""
     found, diverged = {}, []
     for seed in block.seeds:
         if (line := lines.get(Job(block, row, seed).key)) is None:
@@ -120,7 +120,7 @@ def row_results(block: Block, row: Row, lines: Mapping[str, Line]) -> RowResults
 
 
 def scores(block: Block, rows: Sequence[RowResults]) -> str:
-    """All scores, and each row beside the first: interval, paired t, Holm over the table, sign-flip."""
+    """All scores, and each row compared with the first: interval, paired t, Holm over the table, sign-flip."""
     first, score = rows[0], rows[0].headline
     better = 1 if task_class(first.example["definition"]["task.kind"]).higher_is_better else -1
     others = [name for name in first.example["scores"] if name != score]
@@ -146,7 +146,7 @@ def scores(block: Block, rows: Sequence[RowResults]) -> str:
 
 
 def verdict(differences: Sequence[float], p: float | None, better: int) -> str:
-    """In a word: rows whose means are within APART are not separated, and others only if p says so."""
+    """A word for the difference. Rows are separated if their means differ by more than APART and p is below 0.05."""
     mean = fmean(differences)
     if abs(mean) <= APART or p is None or p >= 0.05:
         return "not separated"
@@ -154,7 +154,7 @@ def verdict(differences: Sequence[float], p: float | None, better: int) -> str:
 
 
 def layers(rows: Sequence[RowResults]) -> str:
-    """Smoothing in the first, the middle and the last layer; and the spectra of H, over all layers."""
+    """Smoothing in the first, middle and last layer, and the spectra of H over all layers."""
     cells: Cells = {
         "token cosine, stream": partial(_by_layer, tap="block", metric="token_cosine"),
         "token cosine, branch": partial(_by_layer, tap="attention", metric="token_cosine"),
@@ -169,7 +169,7 @@ def layers(rows: Sequence[RowResults]) -> str:
 
 
 def runs(rows: Sequence[RowResults]) -> str:
-    """What a row's runs are made of and took: medians over seeds."""
+    """The size and cost of a row's runs: medians over seeds."""
     cells: Cells = {
         "parameters": partial(_listed, read=lambda line: f"{line['parameters']:,}"),
         "images seen": partial(_listed, read=lambda line: f"{line['images_seen']:,}"),
@@ -212,7 +212,7 @@ def _median(row: RowResults, *, name: str) -> str:
 
 
 def with_interval(values: Sequence[float], *, sign: bool = False) -> str:
-    """`72.17 [71.9, 72.4]`, or the mean alone where there is one seed."""
+    """`72.17 [71.9, 72.4]`, or the mean alone for one seed."""
     spec = "+.2f" if sign else ".2f"
     mean, around = f"{fmean(values):{spec}}", interval(values)
     return mean if around is None else f"{mean} [{around[0]:{spec}}, {around[1]:{spec}}]"

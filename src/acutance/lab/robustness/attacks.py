@@ -1,4 +1,4 @@
-"""Adversarial images within ε of the true ones, in the largest change of any value (L∞).
+"""Adversarial images: no value is more than ε from the true image's (L∞).
 
 ε and step sizes are in levels of 255. Images are in [0, 1] and stay there; a model normalises them itself.
 """
@@ -37,9 +37,9 @@ class FGSM:
 
 @dataclass(frozen=True)
 class PGD:
-    """Steps along the sign of the gradient from a random start, each put back within ε (https://arxiv.org/abs/1706.06083).
+    """Steps along the sign of the gradient from a random start, each clipped to ε (https://arxiv.org/abs/1706.06083).
 
-    `step_size` is 2.5 ε / steps by default: far enough to reach every corner, small enough to turn back.
+    `step_size` is 2.5 ε / steps by default: large enough to reach every corner, small enough to turn back.
     """
 
     epsilon: float = 1.0
@@ -70,7 +70,7 @@ class PGD:
 
 
 Attack = FGSM | PGD
-# How each is made, and what reads its numbers.
+# Each attack's class, and the types of its numbers.
 KINDS: Mapping[str, Sequence[Callable[..., Any]]] = {"fgsm": (FGSM, float), "pgd": (PGD, float, int, float)}
 
 
@@ -89,13 +89,13 @@ def as_attack(spec: str | Attack) -> Attack:
 
 
 def loss_gradient(model: Model, images: Tensor, labels: Tensor) -> Tensor:
-    """Of the cross-entropy, summed over the images, with respect to the images; parameters get none."""
+    """The gradient of the summed cross-entropy with respect to the images. Parameters get no gradient."""
     with torch.enable_grad():
         variable = images.detach().requires_grad_()
         loss = F.cross_entropy(model(variable).float(), labels, reduction="sum")
         gradient: Tensor = torch.autograd.grad(loss, variable)[0]
     if not bool(gradient.isfinite().all()):
-        raise NonFiniteError("the gradient by the images is not finite: the model cannot be attacked like this")
+        raise NonFiniteError("the gradient with respect to the images is not finite: the model cannot be attacked")
     return gradient
 
 
@@ -104,10 +104,10 @@ def _step(model: Model, images: Tensor, labels: Tensor, size: float, low: Tensor
 
 
 def _box(images: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """What is within ε and within [0, 1]."""
+    """The lowest and highest values within ε and within [0, 1]."""
     return (images - epsilon / 255).clamp_min(0), (images + epsilon / 255).clamp_max(1)
 
 
 def _check(what: str, levels: float) -> None:
     if not (isfinite(levels) and levels >= 0):
-        raise AcutanceError(f"{what} is a number from 0 on, in levels of 255, not {levels}")
+        raise AcutanceError(f"{what} must be a number of 0 or more, in levels of 255, not {levels}")

@@ -1,9 +1,9 @@
 """The 19 corruptions of Hendrycks & Dietterich (https://arxiv.org/abs/1903.12261) at their five severities.
 
-The severities are CIFAR-C's for images of up to 32×32, which are gentler, and ImageNet-C's for others. Batch-wise on
-any device, for images in one or three channels. What is drawn is a function of the seed, the corruption, the severity
-and the image's place among the images. Each function takes images x in [0, 1]; results are cut to that. These are not
-the published files of CIFAR-10-C and CIFAR-100-C, whose draws nobody can repeat; `evaluate` reads them.
+Images of up to 32×32 get CIFAR-C's severities, which are gentler; others get ImageNet-C's. Corruptions work on batches,
+on any device, in one or three channels. Random draws depend on the seed, the corruption, the severity and the image's
+index. Each function takes images x in [0, 1], and its results are clipped to that. They are not the published files of
+CIFAR-10-C and CIFAR-100-C, whose draws nobody can repeat; `evaluate` can read those files.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from acutance.lab.robustness import filters
 from acutance.lab.robustness.filters import Draws
 
 SEVERITIES = (1, 2, 3, 4, 5)
-AT_ONCE = 250  # images that are drawn for together; another number gives other draws
+AT_ONCE = 250  # images that share one draw; another number gives other draws
 FROST_BRIGHTNESS, FROST_CONTRAST, FROST_ROUGHNESS, FROST_BLUE = (0.35, 0.85), 0.08, 0.9, (-0.09, 0.01, 0.07)
 WATER, MUD = (175 / 255, 238 / 255, 238 / 255), (63 / 255, 42 / 255, 20 / 255)  # red, green and blue
 
@@ -37,7 +37,7 @@ def corrupt(images: Tensor, name: str, severity: int, *, seed: int = 0) -> Tenso
 
 
 def draw_once(images: Images, folder: Path, *, seed: int = 0) -> Path:
-    """Corruptions of a test set as files in CIFAR-C's layout, which many models then share; files there are kept."""
+    """Write a test set's corruptions as files in CIFAR-C's layout, for many models. Existing files are kept."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in CORRUPTIONS:
         if not (path := folder / f"{name}.npy").exists():
@@ -51,7 +51,7 @@ def draw_once(images: Images, folder: Path, *, seed: int = 0) -> Path:
 
 @torch.no_grad()
 def corrupt_part(images: Tensor, name: str, severity: int, seed: int, part: int) -> Tensor:
-    """The same for images `part` · AT_ONCE and following."""
+    """The same for the images from number `part` · AT_ONCE on."""
     check_names([name], [severity])
     if images.dtype != torch.uint8 or images.ndim != 4 or images.size(1) not in (1, 3):
         found = f"{tuple(images.shape)} {images.dtype}"
@@ -60,12 +60,12 @@ def corrupt_part(images: Tensor, name: str, severity: int, seed: int, part: int)
     draws = Draws(images.device, seed, list(CORRUPTIONS).index(name), severity, part)
     level = levels[severity - 1]
     result: Tensor = function(images.float() / 255, draws, *(level if isinstance(level, tuple) else (level,)))
-    # Cut to whole levels as the benchmark cuts, not rounded; a little up, for what is a whole number but for rounding.
+    # Truncated to whole levels like the benchmark. The small offset keeps whole numbers despite rounding errors.
     return (result.clamp(0, 1) * 255 + 1e-3).floor().byte()
 
 
 def benchmark(images: Tensor) -> tuple[str, Mapping[str, tuple[Any, ...]]]:
-    """Whose severities images of this size have, and the functions with them."""
+    """The benchmark whose severities images of this size get, and its functions."""
     return ("CIFAR-C", CIFAR_C) if max(images.shape[-2:]) <= CIFAR_SIDE else ("ImageNet-C", CORRUPTIONS)
 
 
@@ -78,12 +78,12 @@ def check_names(names: list[str], severities: list[int]) -> None:
 
 
 def gaussian_noise(x: Tensor, draws: Draws, deviation: float) -> Tensor:
-    """Of one deviation everywhere."""
+    """Noise with the same deviation everywhere."""
     return x + deviation * draws.normal(*x.shape)
 
 
 def shot_noise(x: Tensor, draws: Draws, photons: float) -> Tensor:
-    """Each value counted in photons, `photons` of them for white."""
+    """Poisson noise: white counts as `photons` photons."""
     return draws.poisson(x * photons) / photons
 
 
@@ -94,12 +94,12 @@ def impulse_noise(x: Tensor, draws: Draws, share: float) -> Tensor:
 
 
 def speckle_noise(x: Tensor, draws: Draws, deviation: float) -> Tensor:
-    """In proportion to the value itself."""
+    """Noise in proportion to the value."""
     return x + deviation * x * draws.normal(*x.shape)
 
 
 def gaussian_blur(x: Tensor, draws: Draws, sigma: float) -> Tensor:
-    """A Gaussian of this many pixels."""
+    """A Gaussian with a deviation of `sigma` pixels."""
     return filters.gaussian(x, (sigma, sigma))
 
 
@@ -109,12 +109,12 @@ def defocus_blur(x: Tensor, draws: Draws, radius: float, soften: float) -> Tenso
 
 
 def glass_blur(x: Tensor, draws: Draws, sigma: float, reach: int, rounds: int) -> Tensor:
-    """Pixels taken from their neighbourhood, between two Gaussians."""
+    """Pixels copied from their neighbourhood, between two Gaussian blurs."""
     soft = (filters.gaussian(x, (sigma, sigma)) * 255).floor() / 255
     height, width = x.shape[-2:]
     source = torch.arange(height * width, device=x.device).repeat(len(x), 1)
-    # The benchmark's code means to swap two pixels, but overwrites the first before it copies it: so we copy, too. One
-    # pixel after the other, since a copy may be copied again.
+    # The benchmark's code intends to swap two pixels, but overwrites the first before reading it, so we copy as well.
+    # Pixels go one by one, since a copy may be copied again.
     spots = [(i, j) for i in range(height - reach, reach, -1) for j in range(width - reach, reach, -1)]
     for _ in range(rounds):
         steps = draws.integers(2, len(spots), len(x), low=-reach, high=reach)
@@ -125,13 +125,13 @@ def glass_blur(x: Tensor, draws: Draws, sigma: float, reach: int, rounds: int) -
 
 
 def motion_blur(x: Tensor, draws: Draws, radius: int, sigma: float) -> Tensor:
-    """Along a line within 45° of the horizontal."""
+    """Blur along a line within 45° of the horizontal."""
     return filters.streak(x, radius, sigma, draws.uniform(len(x), low=-45, high=45))
 
 
 def zoom_blur(x: Tensor, draws: Draws, end: float, step: float) -> Tensor:
     """The mean of the image and its enlargements from 1 up to `end`."""
-    factors = np.arange(1, end, step).tolist()  # as the benchmark counts: rounding lets 1.11 in, but not 1.16 nor 1.21
+    factors = np.arange(1, end, step).tolist()  # as in the benchmark: rounding includes 1.11, but not 1.16 or 1.21
     height, width = x.shape[-2:]
     return sum((filters.zoomed(x, factor)[..., :height, :width] for factor in factors), x) / (len(factors) + 1)
 
@@ -139,7 +139,7 @@ def zoom_blur(x: Tensor, draws: Draws, end: float, step: float) -> Tensor:
 def snow(
     x: Tensor, draws: Draws, mean: float, std: float, size: float, least: float, radius: int, sigma: float, keep: float
 ) -> Tensor:
-    """Flakes of enlarged noise in flight, over an image that is whitened."""
+    """Flakes of enlarged noise with motion blur, over a whitened image."""
     height, width = x.shape[-2:]
     flakes = filters.zoomed(mean + std * draws.normal(len(x), 1, height, width), size)
     flakes = torch.where(flakes < least, 0, flakes).clamp(0, 1)
@@ -150,14 +150,14 @@ def snow(
 
 
 def frost(x: Tensor, draws: Draws, keep: float, amount: float) -> Tensor:
-    """A bluish texture laid over the image: drawn, as the benchmark's photographs of frost are not ours to ship.
+    """A bluish texture over the image. It is random, since we may not ship the benchmark's photographs of frost.
 
-    Its brightness, contrast and spectrum (power falling as frequency^−1.8) are about those of the photographs.
+    Its brightness, contrast and spectrum (power falls as frequency^−1.8) are about those of the photographs.
     """
     height, width = x.shape[-2:]
     down, right = (torch.fft.fftfreq(side, device=x.device) for side in (height, width))
     frequency = (down[:, None] ** 2 + right**2).sqrt()
-    frequency[0, 0] = torch.inf  # no mean: the brightness is drawn by itself
+    frequency[0, 0] = torch.inf  # removes the mean: the brightness is drawn separately
     noise = torch.fft.ifft2(torch.fft.fft2(draws.normal(len(x), height, width)) * frequency**-FROST_ROUGHNESS).real
     noise = noise / noise.std((-2, -1), keepdim=True).clamp_min(1e-6)
     level = draws.uniform(len(x), 1, 1, low=FROST_BRIGHTNESS[0], high=FROST_BRIGHTNESS[1]) + FROST_CONTRAST * noise
@@ -166,7 +166,7 @@ def frost(x: Tensor, draws: Draws, keep: float, amount: float) -> Tensor:
 
 
 def fog(x: Tensor, draws: Draws, amount: float, decay: float) -> Tensor:
-    """Clouds on top, the sum scaled back to the brightness the image had."""
+    """Add clouds, and scale the sum back to the image's brightness."""
     height, width = x.shape[-2:]
     clouds = plasma(draws, len(x), 1 << (max(height, width) - 1).bit_length(), decay)[:, None, :height, :width]
     brightest = x.amax((1, 2, 3), keepdim=True)
@@ -197,7 +197,7 @@ def plasma(draws: Draws, count: int, size: int, decay: float) -> Tensor:
 def spatter(
     x: Tensor, draws: Draws, mean: float, std: float, sigma: float, least: float, strength: float, mud: bool
 ) -> Tensor:
-    """Drops of water, shaded at their rims, or opaque mud."""
+    """Drops of water with shaded rims, or opaque mud."""
     height, width = x.shape[-2:]
     liquid = filters.gaussian(mean + std * draws.normal(len(x), 1, height, width), (sigma, sigma))
     colour = _as_channels(x.new_tensor(MUD if mud else WATER)[None, :, None, None], x.size(1))
@@ -221,7 +221,7 @@ def _shading(liquid: Tensor) -> Tensor:
 
 
 def _rims(liquid: Tensor) -> Tensor:
-    """Canny's strong edges: the crests of the gradient, where it is steep. Weak ones are not followed."""
+    """Canny's strong edges: ridges of the gradient that are steep. Weak edges are not followed."""
     sobel = torch.tensor([[-1.0, 0, 1], [-2, 0, 2], [-1, 0, 1]])
     across, down = filters.convolve(liquid, sobel, "edge"), filters.convolve(liquid, sobel.T, "edge")
     steep = across.abs() + down.abs()
@@ -239,7 +239,7 @@ def _rims(liquid: Tensor) -> Tensor:
 
 
 def _distance(rims: Tensor, farthest: int = 20) -> Tensor:
-    """To the nearest rim in pixels, up to `farthest`: along columns first, then along rows (exact)."""
+    """The exact distance to the nearest rim in pixels, at most `farthest`: along columns first, then along rows."""
     beyond = float(2 * farthest**2)
     squares = torch.where(rims, 0.0, beyond)
     for axis in (-2, -1):
@@ -250,7 +250,7 @@ def _distance(rims: Tensor, farthest: int = 20) -> Tensor:
 
 
 def _equalised(levels: Tensor) -> Tensor:
-    """Each plane's histogram made flat; a plane of one level stays as it is."""
+    """Each plane with its histogram equalised. A plane of one level stays as it is."""
     flat = levels.flatten(1).long()
     counts = torch.zeros(len(flat), 256, device=flat.device).scatter_add_(1, flat, torch.ones_like(flat).float())
     lowest = flat.amin(1, keepdim=True)
@@ -264,14 +264,14 @@ def _as_channels(rgb: Tensor, channels: int) -> Tensor:
 
 
 def brightness(x: Tensor, draws: Draws, more: float) -> Tensor:
-    """V of HSV, the largest channel, raised; hue and saturation stay."""
+    """Raise V of HSV, the largest channel. Hue and saturation stay."""
     value = x.amax(1, keepdim=True)
     raised = (value + more).clamp(0, 1)
     return torch.where(value > 0, x * raised / value.clamp_min(1e-12), raised)
 
 
 def saturate(x: Tensor, draws: Draws, times: float, more: float) -> Tensor:
-    """S of HSV scaled and raised; one channel has none, and stays. Grey counts as a red, as HSV has it (hue 0)."""
+    """Scale and raise S of HSV. Grey counts as red (hue 0). Images of one channel have no saturation, and stay."""
     if x.size(1) == 1:
         return x
     value = x.amax(1, keepdim=True)
@@ -284,13 +284,13 @@ def saturate(x: Tensor, draws: Draws, times: float, more: float) -> Tensor:
 
 
 def contrast(x: Tensor, draws: Draws, times: float) -> Tensor:
-    """Closer to each channel's mean."""
+    """Scale the distance from each channel's mean."""
     mean = x.mean((2, 3), keepdim=True)
     return (x - mean) * times + mean
 
 
 def elastic_transform(x: Tensor, draws: Draws, strength: float) -> Tensor:
-    """Every pixel read from a place a little off, neighbours alike."""
+    """Read every pixel from a place nearby, shifted smoothly over the image."""
     height, width = x.shape[-2:]
     return _elastic(x, draws, 0.005 * height, (0.01 * height, 0.01 * width), strength)
 
@@ -306,7 +306,7 @@ def _elastic(x: Tensor, draws: Draws, farthest: float, sigma: tuple[float, float
 
 
 def elastic_with_affine(x: Tensor, draws: Draws, strength: float, sigma: float, shift: float) -> Tensor:
-    """CIFAR-C's: an affine map that moves three points by up to `shift`, then pixels moved by up to `strength`.
+    """CIFAR-C's version: an affine map that moves three points by up to `shift`, then pixels moved by up to `strength`.
 
     All three are in units of the image's side.
     """
@@ -314,7 +314,8 @@ def elastic_with_affine(x: Tensor, draws: Draws, strength: float, sigma: float, 
     down, right = height // 2, width // 2
     third = min(height, width) // 3
     corners = [(down + third, right + third), (down + third, right - third), (down - third, right - third)]
-    before = torch.tensor([[*corner, 1] for corner in corners], dtype=torch.float64)  # as there, mistaken for (x, y, 1)
+    # CIFAR-C's code mistakes these points for (x, y).
+    before = torch.tensor([[*corner, 1] for corner in corners], dtype=torch.float64)
     moves = draws.uniform(len(x), 3, 2, low=-shift * height, high=shift * height).cpu().double()
     forth = torch.linalg.solve(before, before[:, :2] + moves).mT  # (n, 2, 3)
     whole = torch.cat([forth, forth.new_tensor([[[0.0, 0, 1]]]).expand(len(x), 1, 3)], 1)
@@ -330,16 +331,16 @@ def elastic_with_affine(x: Tensor, draws: Draws, strength: float, sigma: float, 
 def pixelate(x: Tensor, draws: Draws, scale: float) -> Tensor:
     """Means over boxes, each shown as one large pixel."""
     (rows, nearest_row), (columns, nearest_column) = (_boxes(side, max(1, int(side * scale))) for side in x.shape[-2:])
-    # Whole levels after each direction, halves upwards, as Pillow has them.
+    # Rounded to whole levels after each direction, halves up, as in Pillow.
     narrow = (255 * x @ columns.to(x).T + 0.5 + 1e-4).floor()
     small = (rows.to(x) @ narrow + 0.5 + 1e-4).floor() / 255
     return small[..., nearest_row, :][..., nearest_column]
 
 
 def _boxes(size: int, count: int) -> tuple[Tensor, Tensor]:
-    """The matrix (count, size) of means over the pixels whose middles lie in each box, and the box of each pixel.
+    """The matrix (count, size) that averages the pixels whose centres lie in each box, and the box of each pixel.
 
-    Computed as by Pillow, rounding included, so that ties fall as there.
+    Rounding follows Pillow, so that ties come out the same.
     """
     width, places = size / count, torch.arange(size, dtype=torch.float64)
     middles = (torch.arange(count, dtype=torch.float64) + 0.5)[:, None] * width
@@ -361,7 +362,7 @@ def jpeg_compression(x: Tensor, draws: Draws, quality: int) -> Tensor:
     return torch.from_numpy(np.stack(read)).permute(0, 3, 1, 2).to(x) / 255
 
 
-# Functions of images and draws with their further arguments by severity. The order decides what is drawn.
+# Each function, then its further arguments by severity. The order decides what is drawn.
 CORRUPTIONS: Mapping[str, tuple[Any, ...]] = {
     "gaussian_noise": (gaussian_noise, 0.08, 0.12, 0.18, 0.26, 0.38),
     "shot_noise": (shot_noise, 60, 25, 12, 5, 3),

@@ -1,4 +1,4 @@
-"""How much accuracy is left on corrupted and on adversarial images: the table, and how it is measured."""
+"""Accuracy on corrupted and adversarial images: the table, and its measurement."""
 
 import hashlib
 import os
@@ -36,7 +36,7 @@ DECODED_AT_ONCE = 256
 
 
 def table_name(split: str = "test", weights: str = "last", corrupted_dir: Path | None = None) -> str:
-    """The file in a run's folder: robustness.json for the last weights and drawn corruptions of the test set."""
+    """The file's name: robustness.json for the last weights and drawn corruptions of the test set, else longer."""
     others = [split] * (split != "test") + [weights] * (weights != "last")
     others += [] if corrupted_dir is None else [corrupted_dir.resolve().name]
     return "-".join(["robustness", *others]) + ".json"
@@ -44,7 +44,7 @@ def table_name(split: str = "test", weights: str = "last", corrupted_dir: Path |
 
 @dataclass(frozen=True)
 class RobustnessTable(Result):
-    """Top-1 accuracies in percent, by cell: `clean`, `fog:3`, `fgsm:1`; and what they were measured on."""
+    """Top-1 accuracies in percent, by cell (`clean`, `fog:3`, `fgsm:1`), and what they were measured on."""
 
     FORMAT = "acutance-robustness/1"
     cells: Mapping[str, float]
@@ -57,13 +57,13 @@ class RobustnessTable(Result):
 
     @property
     def corruptions(self) -> list[str]:
-        """Those measured at some severity at least, in the benchmark's order."""
+        """The corruptions measured at any severity, in the benchmark's order."""
         measured = {cell.partition(":")[0] for cell in self.cells}
         return [name for name in CORRUPTIONS if name in measured]
 
     @property
     def severities(self) -> list[int]:
-        """Those measured for some corruption at least."""
+        """The severities measured for any corruption."""
         return [s for s in SEVERITIES if any(f"{name}:{s}" in self.cells for name in CORRUPTIONS)]
 
     @property
@@ -71,7 +71,7 @@ class RobustnessTable(Result):
         return {cell: value for cell, value in self.cells.items() if cell.partition(":")[0] in ("fgsm", "pgd")}
 
     def mean(self, *, corruption: str | None = None, severity: int | None = None) -> float | None:
-        """The plain mean of a row, a column or all corruptions; None unless every cell in it was measured."""
+        """The plain mean of a row, a column or all corruptions. None unless every cell of it was measured."""
         names = self.corruptions if corruption is None else [corruption]
         levels = self.severities if severity is None else [severity]
         values = [self.cells.get(f"{name}:{level}") for name in names for level in levels]
@@ -79,7 +79,7 @@ class RobustnessTable(Result):
         return fmean(known) if known and len(known) == len(values) else None
 
     def summary(self) -> dict[str, float]:
-        """Clean and attacked accuracy, and all means of corruptions that are complete, by name."""
+        """Clean and attacked accuracy, and all complete means of corruptions, by name."""
         found: dict[str, float | None] = {CLEAN: self.cells.get(CLEAN), **self.attacks}
         found |= {name: self.mean(corruption=name) for name in self.corruptions}
         found |= {f"severity {level}": self.mean(severity=level) for level in self.severities}
@@ -97,7 +97,7 @@ class RobustnessTable(Result):
         return "\n".join([f"**{self.title}**", "", *lines, "", self.caption, ""])
 
     def rows(self) -> list[dict[str, str]]:
-        """Clean and attacked accuracy, which have no severity; the corruptions; their mean."""
+        """Clean and attacked accuracy (without a severity), the corruptions, and their mean."""
         levels = self.severities
         clean = {CLEAN: self.cells[CLEAN]} if CLEAN in self.cells else {}
         found: dict[str, list[Any]] = {name: [""] * len(levels) + [v] for name, v in {**clean, **self.attacks}.items()}
@@ -118,7 +118,7 @@ class RobustnessTable(Result):
 
     @property
     def caption(self) -> str:
-        """What was measured, and on what, in one line."""
+        """One line about the measurement and its data."""
         wanted = ("data", "images", "corruptions", "seed", "device", "dtype")
         parts = [f"{key}: {self.context[key]}" for key in wanted if key in self.context]
         return "; ".join(["top-1 accuracy; attacks are L∞, ε in levels of 255", *parts])
@@ -146,10 +146,10 @@ def evaluate(
 ) -> RobustnessTable:
     """Top-1 accuracy on clean, corrupted and adversarial images.
 
-    `model` gives class scores (n, classes) of images (n, channels, height, width) normalised by the data set's mean and
-    deviation; it is used on its own device, in evaluation mode. `attacks` may be written, such as "pgd:8:20". The table
-    is written to `path` after each cell; what is there already of the same model, images and settings is not measured
-    again. `corrupted_dir` has CIFAR-10-C's or CIFAR-100-C's files, read instead of drawing corruptions.
+    `model` gives class scores (n, classes) for images (n, channels, height, width) normalised by the data set's mean
+    and deviation. It is used on its own device, in evaluation mode. `attacks` may be text, such as "pgd:8:20". The
+    table is written to `path` after each cell. Cells that `path` already has for the same model, images and settings
+    are not measured again. `corrupted_dir` has the files of CIFAR-10-C or CIFAR-100-C, which replace drawn corruptions.
     """
     check_names(list(corruptions), list(severities))
     images = images.to(next((weight.device for weight in model.parameters()), torch.device("cpu")))
@@ -186,7 +186,7 @@ def evaluate(
         clean, labels = _part(images.images, part).float() / 255, _part(images.labels, part)
         return attack(scores, clean, labels, Draws(device, seed, part))
 
-    # By the cell's name, what gives the images `part` · AT_ONCE and following: bytes, or attacked in [0, 1].
+    # By the cell's name, the function that gives the images of a part: bytes, or attacked images in [0, 1].
     cells: dict[str, Callable[[int], Tensor]] = {CLEAN: partial(_part, images.images)}
     cells |= {f"{name}:{level}": partial(source, name, level) for name in corruptions for level in severities}
     cells |= {attack.name: partial(attacked, attack) for attack in map(as_attack, attacks)}
@@ -204,14 +204,13 @@ def _part(rows: Tensor, part: int) -> Tensor:
 
 
 def _published(folder: Path, images: Images) -> Callable[[str, int, int], Tensor]:
-    """From `<corruption>.npy` (5 · n, height, width, channels), severity after severity, and `labels.npy`; mapped.
+    """Read `<corruption>.npy` (5 · n, height, width, channels), severity by severity, and `labels.npy`, memory-mapped.
 
-    `images` are the clean test set in its own order, or the first of it.
+    `images` are the clean test set in its own order, or its first images.
     """
     if not np.array_equal(_mapped(folder / "labels.npy")[: len(images)], images.labels.cpu().numpy()):
         raise AcutanceError(
-            f"{folder}/labels.npy does not begin with the labels of {images.name}: these are other images, or in "
-            "another order"
+            f"{folder}/labels.npy does not begin with the labels of {images.name}: the images differ, or their order"
         )
 
     def read(name: str, severity: int, part: int) -> Tensor:
@@ -219,7 +218,7 @@ def _published(folder: Path, images: Images) -> Callable[[str, int, int], Tensor
         count = len(array) // len(SEVERITIES)
         if array.dtype != np.uint8 or array.ndim != 4 or len(array) % len(SEVERITIES) or count < len(images):
             wanted = f"bytes (5 · n, height, width, channels) with n at least {len(images)}"
-            raise AcutanceError(f"{folder}/{name}.npy holds {array.shape} {array.dtype}; expected are {wanted}")
+            raise AcutanceError(f"{folder}/{name}.npy holds {array.shape} {array.dtype}; expected {wanted}")
         first = (severity - 1) * count
         rows = slice(first + part * AT_ONCE, first + min((part + 1) * AT_ONCE, len(images)))
         chosen = torch.from_numpy(np.array(array[rows])).permute(0, 3, 1, 2)
@@ -234,13 +233,13 @@ def _published(folder: Path, images: Images) -> Callable[[str, int, int], Tensor
 def _mapped(path: Path) -> NDArray[Any]:
     if not path.is_file():
         raise AcutanceError(
-            f"there is no {path}; expected is an unpacked CIFAR-10-C (https://zenodo.org/records/2535967) or "
+            f"there is no {path}; expected an unpacked CIFAR-10-C (https://zenodo.org/records/2535967) or "
             "CIFAR-100-C (https://zenodo.org/records/3555552)"
         )
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise AcutanceError(f"{path} is damaged or no plain array: {error}") from error
+        raise AcutanceError(f"{path} is damaged or not a plain array: {error}") from error
     return array
 
 
@@ -260,14 +259,14 @@ def _accuracy(model: Callable[[Tensor], Any], images: Images, part_of: Callable[
 
 
 def _begun(path: str | os.PathLike[str] | None, context: Mapping[str, Any]) -> RobustnessTable:
-    """The table at `path`; one of other weights, images or settings is refused."""
+    """The table at `path`. A table of other weights, images or settings is refused."""
     if path is None or not Path(path).exists():
         return RobustnessTable({}, context)
     found = RobustnessTable.load(path)
     differing = [key for key in {**context, **found.context} if context.get(key) != found.context.get(key)]
     if differing:
         shown = "; ".join(f"{key}: there {found.context.get(key)}, here {context.get(key)}" for key in differing)
-        raise AcutanceError(f"{path} was measured otherwise ({shown}): name another file with --json, or remove it")
+        raise AcutanceError(f"{path} was measured differently ({shown}): name another file with --json, or remove it")
     return found
 
 
@@ -277,7 +276,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
-    """The first letters of a SHA-256 over the bytes."""
+    """The first hexadecimal digits of a SHA-256 over the bytes."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -286,12 +285,12 @@ def _digest(tensors: Iterable[Tensor]) -> str:
 
 
 def images_of(task: Any, split: str, *, data_dir: Path | str | None = None, limit: int | None = None) -> Images:
-    """A split of a task's images; of ImageNet's, what evaluation cuts out of them (7.5 GB at 224×224).
+    """A split of a task's images; for ImageNet, the centre crops of evaluation (7.5 GB at 224×224).
 
-    `limit` takes the first of a set in random order, and ImageNet's evenly over the classes.
+    `limit` takes the first images of a set in random order. For ImageNet it takes them evenly over the classes.
     """
     if not isinstance(task, ClassificationConfig | ImageNetConfig):
-        raise AcutanceError(f"a run of {task.kind} is no classifier of images: only those have corruptions and attacks")
+        raise AcutanceError(f"a run of {task.kind} is no classifier of images: only those can be corrupted or attacked")
     if split not in get_args(SplitName):
         raise AcutanceError(f"no split {split!r}; there are {', '.join(get_args(SplitName))}")
     chosen = task if data_dir is None else replace(task, data_dir=str(data_dir))

@@ -1,4 +1,4 @@
-"""What corruptions and attacks are made of: random numbers, and filters and zooms of (n, channels, height, width)."""
+"""Parts of corruptions and attacks: random numbers, and filters and zooms of images (n, channels, height, width)."""
 
 from math import ceil
 from typing import Literal
@@ -9,12 +9,12 @@ from torch.nn import functional as F
 
 from acutance.lab.data.seeds import generator
 
-# Beyond the border: the last pixel again; the mirror image with that pixel, or without it.
+# Pixels beyond the border: the last pixel repeated; the mirror image with the last pixel, or without it.
 Border = Literal["edge", "symmetric", "mirror"]
 
 
 class Draws:
-    """Random numbers that are a function of `numbers` alone: drawn on the CPU, so that every device sees the same."""
+    """Random numbers that depend on `numbers` alone. They are drawn on the CPU, so every device gets the same."""
 
     def __init__(self, device: torch.device | str, *numbers: int) -> None:
         self.device, self._generator = torch.device(device), generator("cpu", *numbers)
@@ -34,9 +34,9 @@ class Draws:
 
 
 def convolve(x: Tensor, kernel: Tensor, border: Border) -> Tensor:
-    """Every channel with the same kernel of odd height and width, which is not turned round (a correlation).
+    """Correlate every channel with the same kernel of odd height and width; the kernel is not flipped.
 
-    The border may be wider than the image, as torch's own padding may not.
+    Unlike torch's padding, the border may be wider than the image.
     """
     rows, columns = (_places(x.size(axis), kernel.size(axis) // 2, border, x.device) for axis in (-2, -1))
     wide = x[..., rows, :][..., columns]
@@ -44,7 +44,7 @@ def convolve(x: Tensor, kernel: Tensor, border: Border) -> Tensor:
 
 
 def _places(size: int, pad: int, border: Border, device: torch.device) -> Tensor:
-    """Which pixels stand at −pad … size + pad − 1."""
+    """The pixels at −pad … size + pad − 1."""
     places = torch.arange(-pad, size + pad, device=device)
     if border == "edge" or size == 1:
         return places.clamp(0, size - 1)
@@ -54,7 +54,7 @@ def _places(size: int, pad: int, border: Border, device: torch.device) -> Tensor
 
 
 def gaussian(x: Tensor, sigma: tuple[float, float], border: Border = "edge", truncate: float = 4.0) -> Tensor:
-    """A Gaussian cut off at `truncate` deviations, along height and width."""
+    """A Gaussian blur along height and width, cut off at `truncate` deviations."""
     high, wide = (_bell(deviation, int(truncate * deviation + 0.5)) for deviation in sigma)
     return convolve(convolve(x, high[:, None], border), wide[None, :], border)
 
@@ -66,7 +66,7 @@ def _bell(sigma: float, radius: int) -> Tensor:
 
 
 def disk(radius: float, soften: float) -> Tensor:
-    """A disk of sum one, its rim softened by a small Gaussian."""
+    """A disk with sum one, softened by a small Gaussian."""
     reach, soft = (8, 1) if radius <= 8 else (radius, 2)
     squares = torch.arange(-reach, reach + 1, dtype=torch.float64) ** 2
     inside = (squares[:, None] + squares <= radius**2).double()
@@ -76,7 +76,7 @@ def disk(radius: float, soften: float) -> Tensor:
 
 
 def streak(x: Tensor, radius: int, sigma: float, degrees: Tensor) -> Tensor:
-    """Motion blur: half a Gaussian along a line, at an angle of its own for each image."""
+    """Motion blur: half a Gaussian along a line, with its own angle for each image."""
     weights = torch.exp(-(torch.arange(2 * radius + 1, dtype=torch.float64) ** 2) / (2 * sigma**2))
     weights /= weights.sum()
     angle, blurred, (height, width) = degrees.double().deg2rad(), torch.zeros_like(x), x.shape[-2:]
@@ -90,7 +90,7 @@ def streak(x: Tensor, radius: int, sigma: float, degrees: Tensor) -> Tensor:
 
 
 def zoomed(x: Tensor, factor: float) -> Tensor:
-    """The middle of the images, enlarged to at least their size, bilinearly from corner to corner."""
+    """The middle of the images, enlarged bilinearly (corners aligned) to at least their size."""
     height, width = (ceil(side / factor) for side in x.shape[-2:])
     top, left = (x.size(-2) - height) // 2, (x.size(-1) - width) // 2
     middle = x[..., top : top + height, left : left + width]
@@ -99,7 +99,7 @@ def zoomed(x: Tensor, factor: float) -> Tensor:
 
 
 def luminance(x: Tensor) -> Tensor:
-    """One channel that is as bright as the three; one channel stays as it is."""
+    """One channel, as bright as the three. Images of one channel stay as they are."""
     if x.size(1) == 1:
         return x
     return torch.einsum("nchw,c->nhw", x, x.new_tensor([0.299, 0.587, 0.114]))[:, None]
