@@ -98,11 +98,11 @@ class LargestTensor(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.elements, self.operation, self.names = 0, "none", []
+        self.elements, self.operation, self.operations = 0, "none", []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        self.names.append(str(function))
+        self.operations.append(function)
         for leaf in tree_leaves(out):
             # What is expanded without a copy occupies nothing.
             if isinstance(leaf, Tensor) and 0 not in leaf.stride() and leaf.numel() > self.elements:

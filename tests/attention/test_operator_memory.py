@@ -75,7 +75,7 @@ def test_plain_attention_is_one_call(causal, key_heads):
     with LargestTensor() as ours:
         out = AttentionOperator(q, k, causal=causal).apply(v)
     assert torch.equal(out, expected)
-    assert ours.names == bare.names
+    assert ours.operations == bare.operations
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

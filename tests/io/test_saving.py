@@ -11,6 +11,7 @@ from torch import nn
 import acutance as ac
 from acutance import sites
 from acutance.errors import AcutanceError
+from sites.tiny_models import mitigated
 from tiny_folders import tiny
 
 transformers = pytest.importorskip("transformers")
@@ -22,21 +23,11 @@ def llama():
     return tiny("llama", "AutoModelForCausalLM", vocab_size=40)
 
 
-def trained(model, spec, **options):
-    """The model with a mitigation whose parameters have left the identity."""
-    handle = ac.mitigate(model, spec, **options)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".mitigation." in name:
-                parameter.add_(torch.randn_like(parameter))
-    return handle
-
-
 @pytest.mark.parametrize(("spec", "layers"), [("neutreno:0.6", (0, 1)), (LEARNT, (0, 1)), (LEARNT, (1,))])
 @pytest.mark.parametrize("how", ["save", "save_pretrained"])
 def test_a_transformers_model_comes_back_as_it_was(tmp_path, spec, layers, how):
     model = llama()
-    trained(model, spec, layers=[layer + 1 for layer in layers])
+    mitigated(model, spec, layers=[layer + 1 for layer in layers])
     expected = model(IDS).logits
     ac.save(model, tmp_path) if how == "save" else model.save_pretrained(tmp_path)
     assert note(tmp_path) == {"LlamaForCausalLM": {f"model.layers.{i}.self_attn": spec for i in layers}}
@@ -78,7 +69,7 @@ def output(model, part):
 @pytest.mark.parametrize("how", ["part=", "by itself"])
 def test_a_mitigated_part_comes_back_within_the_whole_and_alone(tmp_path, how, kind, part):
     model, path = tiny(kind, **OPTIONS[kind]), PARTS[kind, part]
-    handle = trained(model, LEARNT, part=part) if how == "part=" else trained(model.get_submodule(part), LEARNT)
+    handle = mitigated(model, LEARNT, part=part) if how == "part=" else mitigated(model.get_submodule(part), LEARNT)
     expected = output(model, part)
     ac.save(model, tmp_path / "whole")
     whole = ac.load(tmp_path / "whole")
@@ -119,7 +110,7 @@ def test_a_body_saved_by_itself_is_found_in_the_model_around_it(tmp_path):
 
 def test_parameters_without_a_record_are_an_error(tmp_path):
     model = tiny("t5", vocab_size=40)
-    trained(model, LEARNT, part="decoder")
+    mitigated(model, LEARNT, part="decoder")
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["acutance"]
@@ -146,7 +137,7 @@ def test_any_model_is_written_as_one_safetensors_file_with_all_it_carries(tmp_pa
     model, other, file = Tied().eval(), Tied().eval(), tmp_path / "model.safetensors"
     with pytest.raises(AcutanceError, match=r"several stacks of layers \(body, top\)"):
         ac.mitigate(model, "neutreno:0.6")
-    trained(model, LEARNT, part="body")
+    mitigated(model, LEARNT, part="body")
     ac.mitigate(model, "neutreno:0.4", part="top")
     ac.save(model, file)
     with safe_open(str(file), framework="pt") as opened:
@@ -159,7 +150,7 @@ def test_any_model_is_written_as_one_safetensors_file_with_all_it_carries(tmp_pa
 def test_what_a_mitigation_learnt_is_not_called_unexpected(tmp_path, caplog, monkeypatch):
     """It is loaded, so a report that it was not would only frighten."""
     model = llama()
-    trained(model, LEARNT)
+    mitigated(model, LEARNT)
     ac.save(model, tmp_path)
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     kept = vars(type(model)).copy()

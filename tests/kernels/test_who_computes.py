@@ -12,7 +12,6 @@ from unittest.mock import MagicMock, Mock, call
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from acutance import mitigations
 from acutance.attention import AttentionCall, Program
@@ -22,6 +21,7 @@ from acutance.errors import AcutanceWarning, ShapeError
 from acutance.metrics.kernels import token_sums
 from acutance.models.block import Mlp
 from acutance.models.kernels import mlp
+from attention.operator_cases import LargestTensor
 
 
 def program_of(mitigation, layer=2):
@@ -150,16 +150,6 @@ def test_the_package_starts_without_the_compiler():
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-class Onlooker(TorchDispatchMode):
-    """Sees every operation."""
-
-    seen = ()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen += (str(func),)
-        return func(*args, **(kwargs or {}))
-
-
 class Called(torch.nn.Module):
     def __init__(self, look):
         super().__init__()
@@ -174,7 +164,7 @@ def under(mode, look):
 WATCHED = {
     "a compiler": lambda look: torch.compile(look, backend="eager")(torch.ones(2)),
     "an export": lambda look: torch.export.export(Called(look), (torch.ones(2),), strict=False),
-    "a mode": partial(under, Onlooker()),
+    "a mode": partial(under, LargestTensor()),
     "a fake": partial(under, FakeTensorMode()),
     "vmap": lambda look: torch.vmap(look)(torch.ones(2, 3)),
     "grad": lambda look: torch.func.grad(lambda x: look(x).sum())(torch.ones(2)),
@@ -200,9 +190,9 @@ def test_who_looks_on_is_noticed(who):
 @pytest.mark.skipif(not (packed.INTERPRETED and packed.TRITON), reason="needs Triton's interpreter")
 def test_attention_that_nobody_watches_is_the_operation_without_its_detour(monkeypatch):
     qkv = torch.randn(2, 5, 3 * 32, generator=torch.Generator().manual_seed(0))
-    with Onlooker() as onlooker, torch.no_grad():
+    with LargestTensor() as onlooker, torch.no_grad():
         watched = packed.attention(qkv, 2, 0.25)
-    assert "acutance.packed_attention.default" in onlooker.seen
+    assert "acutance.packed_attention.default" in map(str, onlooker.operations)
     learning = packed.attention(qkv.requires_grad_(), 2, 0.25)
     monkeypatch.setattr(packed, "packed_attention", lambda *_: pytest.fail("the detour"))
     with torch.no_grad():

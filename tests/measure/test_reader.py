@@ -2,13 +2,11 @@
 
 import itertools
 import math
-from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import acutance as ac
 from acutance import metrics
@@ -19,26 +17,18 @@ from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import feed
 from acutance.metrics.sums import FROM_SUMS
 from acutance.sites.structure import evaluating
+from attention.operator_cases import LargestTensor
 from token_fields import stand_in
 
 WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
 ATTENTION = ["nonlocal_energy", "attention_entropy"]
 
 
-class Operations(TorchDispatchMode):
-    """Counts what PyTorch is asked to do."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.counts[func.__name__.split(".")[0]] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def operations(run):
     """How many operations it takes, and how often a number is needed on the host."""
-    with Operations() as seen:
-        seen.counts = Counter()
+    with LargestTensor() as seen:
         run()
-    return seen.counts.total(), sum(seen.counts[name] for name in WAITS)
+    return len(seen.operations), sum(function.__name__.split(".")[0] in WAITS for function in seen.operations)
 
 
 @pytest.fixture(params=[False, True], ids=["formulas", "sums"])

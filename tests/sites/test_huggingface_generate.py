@@ -3,9 +3,9 @@
 import pytest
 import torch
 from hf_zoo import build, in_float64, library
+from tiny_models import mitigated
 
 import acutance as ac
-from acutance import sites
 from acutance.errors import AcutanceError
 
 DECODERS = {
@@ -18,13 +18,10 @@ NEW = 10  # more than the sliding windows hold together with the prompt
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
 
-def mitigated(name):
+def made(name):
     """With everything that can be in a decoder, learnt parameters away from zero."""
     model = build(name, head=HEADS[name])
-    part = model.get_decoder() if name in TWO_STACKS else model
-    ac.mitigate(part, "attnscale+neutreno:0.6")
-    for site in sites.find(part):
-        site.mitigation.parts[0].gain.data = torch.linspace(-0.5, 0.7, site.heads, dtype=torch.float64)
+    mitigated(model.get_decoder() if name in TWO_STACKS else model, "attnscale+neutreno:0.6")
     return model
 
 
@@ -48,7 +45,7 @@ BEAMS = [(name, 5, 3) for name in ("llama", "gemma3", *TWO_STACKS)]
 
 @pytest.mark.parametrize(("name", "tokens", "beams"), GREEDY + BEAMS)
 def test_a_cache_changes_nothing(name, tokens, beams):
-    model, ids = mitigated(name), prompts(2, tokens)
+    model, ids = made(name), prompts(2, tokens)
     with_cache, without = (generate(model, ids, use_cache=use_cache, num_beams=beams) for use_cache in (True, False))
     assert torch.equal(with_cache.sequences, without.sequences)
     torch.testing.assert_close(logits(with_cache), logits(without), **EXACT)
@@ -60,7 +57,7 @@ def test_a_cache_changes_nothing(name, tokens, beams):
 
 @pytest.mark.parametrize(("name", "use_cache"), [*((name, True) for name in DECODERS), ("llama", False)])
 def test_a_row_padded_on_the_left_is_the_row_alone(name, use_cache):
-    model, ids = mitigated(name), prompts(2, 9)
+    model, ids = made(name), prompts(2, 9)
     mask = torch.ones_like(ids)
     ids[1, :4], mask[1, :4] = 0, 0
     together = generate(model, ids, attention_mask=mask, use_cache=use_cache)
@@ -72,7 +69,7 @@ def test_a_row_padded_on_the_left_is_the_row_alone(name, use_cache):
 
 @pytest.mark.parametrize("name", TWO_STACKS)
 def test_both_stacks_of_one_model(name):
-    model = mitigated(name)
+    model = made(name)
     ids, mask = prompts(2, 8), torch.ones(2, 8, dtype=torch.long)
     mask[1, 5:] = 0
     before = generate(model, ids, attention_mask=mask)
@@ -85,7 +82,7 @@ def test_both_stacks_of_one_model(name):
 
 
 def test_a_static_cache_is_refused():
-    model = mitigated("llama")
+    model = made("llama")
     with pytest.raises(AcutanceError, match=r"StaticCache.*dynamic cache"):
         generate(model, prompts(2, 5), cache_implementation="static")
     assert generate(model, prompts(2, 5)).sequences.shape == (2, 5 + NEW)

@@ -59,9 +59,9 @@ def images():
     return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def mitigated(model, spec, by=0.3):
+def mitigated(model, spec, by=0.3, **options):
     """What is learnt moved away from where it starts, differently in every layer."""
-    handle, generator = mitigate(model, spec), torch.Generator().manual_seed(3)
+    handle, generator = mitigate(model, spec, **options), torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
         if ".mitigation." in name:
             parameter.data += by * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter)

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from acutance.errors import AcutanceError, ShapeError
 from acutance.lab.data import augment as augmentation
 from acutance.lab.data.augment import DEIT, DEIT_SMALL_IMAGES, Augment, AugmentConfig, mix, mix_plan, soft_targets
 from acutance.lab.data.rand_augment import NOTHING, RandDraws, rand_augment, rand_draws, warp
 from acutance.lab.data.seeds import generator
+from attention.operator_cases import LargestTensor
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
 PARTNERS = [1, 0, 3, 2, 5, 4, 7, 6]
@@ -38,17 +38,11 @@ def test_nothing_is_done_unless_asked_for():
 
 def test_a_batch_is_drawn_by_ten_launches_at_most():
     """Beside a step of a few milliseconds the host has no time for more."""
-    names = []
-
-    class Launches(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            names.extend([] if function.is_view else [function._schema.name])  # views read and write no numbers
-            return function(*args, **(kwargs or {}))
-
     deit, random = augment(), generator("cpu", 0)
-    with Launches():
+    with LargestTensor() as seen:
         deit.draw(16, random).rows(slice(4, 8))
-    assert 0 < len(names) <= 10, names
+    launches = [function for function in seen.operations if not function.is_view]  # views read and write no numbers
+    assert 0 < len(launches) <= 10, launches
 
 
 def test_targets_stay_distributions():
