@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from decimal import ROUND_HALF_UP, Decimal
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -630,6 +631,47 @@ def robustness_table() -> Iterator[str]:
         yield line(label, f"{plain:.2f}", f"{steered:.2f}", f"{steered - plain:+.2f}".replace("-", "−"))
 
 
+# parity.md, from what tests/parity wrote
+
+LIBRARIES = ("acutance.models", "transformers", "torch.nn", "timm", "hand-written")
+
+
+def parity_cells(*libraries: str) -> list[Row]:
+    return [row for library in libraries for row in read(EVIDENCE / "parity" / f"{library}.csv")]
+
+
+def in_words(rows: list[Row]) -> str:
+    """One word, or what re-entrant checkpointing gives beside it."""
+    usual, other = (
+        "/".join(sorted({row["result"] for row in rows if (row["checkpointing"] == "re-entrant") == which}))
+        for which in (False, True)
+    )
+    return usual if usual == other else f"{usual}, re-entrant {other}"
+
+
+def parity_table() -> Iterator[str]:
+    """A row for each kind of heads and mitigation, a column for each way to run."""
+    for library in LIBRARIES:
+        groups: dict[tuple[str, str], dict[tuple[str, str], list[Row]]] = {}
+        for row in parity_cells(library):
+            ways = groups.setdefault((row["heads"], row["mitigation"]), {})
+            ways.setdefault((row["run"], row["processes"]), []).append(row)
+        for group, ways in groups.items():
+            columns = product(("eager", "compile"), ("one process", "DDP", "FSDP2"))
+            yield line(library, *group, *(in_words(ways[way]) for way in columns))
+
+
+def parity_errors_table() -> Iterator[str]:
+    """What each precision allows, and what was found in all libraries together."""
+    libraries = list(json.loads((EVIDENCE / "parity" / "libraries.json").read_text("utf-8")).values())
+    for precision, tolerance in libraries[0]["tolerance"].items():
+        errors = [float(row["error"] or 0) for row in parity_cells(*LIBRARIES) if row["precision"] == precision]
+        rounding = [library["plain rounding"].get(precision, 0) for library in libraries]
+        cuts = [library["smallest cut"][precision] for library in libraries]
+        figures = [tolerance, max(errors), max(rounding), min(cuts)]
+        yield line(precision, *(f"{figure:.2g}" if figure else "" for figure in figures))
+
+
 # A page, a heading, which of the tables below it, and what writes its rows.
 TABLES: list[tuple[str, str, int, Callable[[], Iterable[str]]]] = [
     *(("docs/bench.md", heading, 0, partial(step_table, part)) for part, heading in STEPS.items()),
@@ -659,6 +701,8 @@ TABLES: list[tuple[str, str, int, Callable[[], Iterable[str]]]] = [
     ("docs/segmentation.md", "Measured: CamVid", 0, camvid_table),
     ("docs/measure.md", "A trained pair", 0, trained_pair_table),
     ("docs/robustness.md", "Measured: a trained pair", 0, robustness_table),
+    ("docs/parity.md", "The table", 0, parity_table),
+    ("docs/parity.md", "How small a mistake would be seen?", 0, parity_errors_table),
 ]
 SENTENCES: list[tuple[str, Callable[[], Iterable[str]]]] = [
     ("docs/bench.md", said_of_steps),

@@ -43,8 +43,7 @@ STEPS = (2, 1)  # seeds of the batches; the gradients of the last one are compar
 BUCKET = 16 * 2**10  # bytes
 MARGIN = {EXACTLY: 1e6, "float32": 1e4, "bfloat16": 5}  # by how much the smallest mistake is to exceed the tolerance
 ALL = "ALL_CELLS"  # set in the environment, it runs all cells, and writes the evidence
-DOCS = Path(__file__).parents[2] / "docs"
-EVIDENCE = DOCS / "evidence" / "parity"
+EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence" / "parity"
 
 
 @dataclass(frozen=True)
@@ -212,7 +211,7 @@ def outcome(library: str, cell: Cell) -> Outcome:
 
 def write_evidence(library: str) -> None:
     """Every cell of the library, and how small a mistake these models would show."""
-    with _evidence(library).open("w", newline="") as file:
+    with (EVIDENCE / f"{library}.csv").open("w", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow([*(field.name for field in fields(Cell)), "result", "error"])
         for cell in cells(library):
@@ -222,59 +221,11 @@ def write_evidence(library: str) -> None:
     known = json.loads(file.read_text()) if file.exists() else {}
     known[library] = {
         "torch": torch.__version__.partition("+")[0],
+        "tolerance": TOLERANCE,
         "smallest cut": {precision: float(f"{smallest_cut(library, precision):.1e}") for precision in MARGIN},
         "plain rounding": {each: float(f"{plain_rounding(library, each):.1e}") for each in PRECISIONS},
     }
     file.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
-
-
-def _evidence(library: str) -> Path:
-    return EVIDENCE / f"{library}.csv"
-
-
-def read_evidence(library: str) -> dict[Cell, tuple[str, float]]:
-    """The result and the error of every cell."""
-    with _evidence(library).open(newline="") as file:
-        return {Cell(*row[:6]): (row[6], float(row[7] or 0)) for row in list(csv.reader(file))[1:]}
-
-
-def table() -> str:
-    """The evidence of all libraries: a row for each kind of heads and mitigation, a column for each way to run."""
-    columns = list(product(RUNS, PROCESSES))
-    lines = [["library", "heads", "mitigation", *(f"{run}, {processes}" for run, processes in columns)]]
-    for library, subject in SUBJECTS.items():
-        found = read_evidence(library)
-        for row in product(subject.heads, MITIGATIONS):
-            mine = {cell: result for cell, (result, _) in found.items() if (cell.heads, cell.mitigation) == row}
-            lines.append([library, *row, *(_in_words(mine, *column) for column in columns)])
-    return _as_table(lines)
-
-
-def _in_words(results: dict[Cell, str], run: str, processes: str) -> str:
-    """One word, or what re-entrant checkpointing gives beside it."""
-    found = [
-        (c.checkpointing == "re-entrant", r) for c, r in results.items() if (c.run, c.processes) == (run, processes)
-    ]
-    usual, other = ("/".join(sorted({r for is_other, r in found if is_other == which})) for which in (False, True))
-    return usual if usual == other else f"{usual}, re-entrant {other}"
-
-
-def table_of_errors() -> str:
-    """What each precision allows, and what was found in all libraries together."""
-    head = ["precision", "tolerance", "largest error of a cell", "rounding of the formula itself", "smallest mistake"]
-    lines = [head]
-    libraries = json.loads((EVIDENCE / "libraries.json").read_text()).values()
-    for precision, tolerance in TOLERANCE.items():
-        errors = [e for name in SUBJECTS for c, (_, e) in read_evidence(name).items() if c.precision == precision]
-        rounding = [library["plain rounding"].get(precision, 0) for library in libraries]
-        cuts = [library["smallest cut"][precision] for library in libraries]
-        figures = [tolerance, max(errors), max(rounding), min(cuts)]
-        lines.append([precision, *(f"{figure:.2g}" if figure else "" for figure in figures)])
-    return _as_table(lines)
-
-
-def _as_table(lines: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], ["---"] * len(lines[0]), *lines[1:]])
 
 
 def tested(library: str) -> list[Cell]:
@@ -361,7 +312,8 @@ class MatrixChecks:
     def test_the_evidence_is_what_was_found(self, library):
         if ALL in os.environ:
             write_evidence(library)
-        kept = {cell: result for cell, (result, _) in read_evidence(library).items()}
+        with (EVIDENCE / f"{library}.csv").open(newline="") as file:
+            kept = {Cell(*row[:6]): row[6] for row in list(csv.reader(file))[1:]}
         assert {cell: outcome(library, cell).result for cell in tested(library)}.items() <= kept.items()
 
     @pytest.mark.parametrize("precision", MARGIN)
