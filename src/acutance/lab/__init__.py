@@ -1,4 +1,4 @@
-"""Training, data, recipes, evaluation, the papers' tables and benchmarks: everything that stands on the core.
+"""Training, data, recipes, evaluation, the papers' tables and benchmarks: everything built on the core.
 
-It uses the core by its public names. Nothing in the core imports it. `commands.py` has its verbs for the command line.
+Nothing in the core imports it. `commands.py` has its verbs for the command line.
 """

@@ -1,4 +1,4 @@
-"""The verbs of the laboratory: training, what is asked of runs, the papers' results, timing, and `acutance lab`."""
+"""The laboratory's verbs: training, evaluating and comparing runs, the papers' results, timing, and `acutance lab`."""
 
 import json
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from acutance.cli.options import console, ints, is_first_process, list_rows, opt
 from acutance.errors import AcutanceError
 
 studies = typer.Typer(
-    help="Studies: deep random networks; affinities and layers of trained ones.", no_args_is_help=True
+    help="Studies: deep random networks; affinities and layers of trained models.", no_args_is_help=True
 )
 
 
 @contextmanager
-def stoppable(advice: str = "What is finished is kept; the same command goes on from there.") -> Iterator[None]:
-    """Ctrl-C ends a command of the laboratory with exit status 130, and says how to go on."""
+def stoppable(advice: str = "Finished work is kept; the same command resumes.") -> Iterator[None]:
+    """Ctrl-C ends a command of the laboratory with exit status 130, and says how to resume."""
     from acutance.lab.train import StoppedError
 
     try:
@@ -39,8 +39,8 @@ def demo(
 ) -> None:
     """Train three small ViTs on real digits, measure each by layer, and compare them on one HTML page.
 
-    Needs no network and about a minute and a half on two CPU cores. Finished runs are reused and interrupted ones go
-    on, so it can be stopped and started again; nothing half-written is ever left behind.
+    Needs no network. Takes about a minute and a half on two CPU cores. You can stop it and start it again: finished
+    runs are reused, interrupted ones resume, and no half-written file is left behind.
     """
     from acutance.lab.demo import run_demo
 
@@ -53,13 +53,13 @@ def train(
     data_dir: Annotated[Path | None, option("The folder with the data, in its usual layout.")] = None,
     assignments: options.Changes = None,
     out: Annotated[Path | None, option("The run's folder.", show_default="runs/RECIPE-CHANGES-seedSEED")] = None,
-    resume: Annotated[bool, option("Go on with the run in --out.", "--resume")] = False,
+    resume: Annotated[bool, option("Resume the run in --out.", "--resume")] = False,
     strategy: Annotated[str | None, option("single, ddp or fsdp; by default ddp with several processes.")] = None,
-    processes: Annotated[int | None, option("Processes to start here; torchrun starts its own.", min=1)] = None,
+    processes: Annotated[int | None, option("Processes to start here; not under torchrun.", min=1)] = None,
     device: options.Device = "auto",
     show_list: Annotated[bool, option("List the recipes.", "--list")] = False,
 ) -> None:
-    """Train a model by a recipe, with checkpoints that a killed run goes on from to the same bits.
+    """Train a model by a recipe. A killed run resumes from its last checkpoint and ends in the same bits.
 
     Examples: acutance train digits --set loop.seed=1 --set task.model.mitigation=neutreno:0.6
 
@@ -88,12 +88,12 @@ def evaluate(
     split: options.Split = "test",
     data_dir: options.DataDir = None,
     weights: options.Weights = "last",
-    multi_scale: Annotated[bool | None, option("Of segmentation, with flips.", "--multi-scale/--single-scale")] = None,
+    multi_scale: Annotated[bool | None, option("Several scales, with flips.", "--multi-scale/--single-scale")] = None,
     assignments: options.Changes = None,
     device: options.Device = "auto",
     json_path: options.JSON = None,
 ) -> None:
-    """Score a finished run on the test set; the result is kept in its folder, for `acutance compare`.
+    """Score a finished run on the test set. The result is kept in its folder, for `acutance compare`.
 
     Examples: acutance evaluate runs/cifar100-seed0 --data-dir /data
 
@@ -121,20 +121,20 @@ def evaluate(
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs; those of one group by seed.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
     split: options.Split = "test",
     score: Annotated[str | None, option("Which score; by default the task's own.")] = None,
     weights: Annotated[str | None, option("Scores of the last or the best weights.")] = None,
     assignments: Annotated[list[str] | None, option("Scores of evaluations with this field changed.", "--set")] = None,
-    robustness: Annotated[bool, option("What `acutance robustness` measured.", "--robustness")] = False,
+    robustness: Annotated[bool, option("Compare results of `acutance robustness`.", "--robustness")] = False,
     markdown_path: options.Markdown = None,
     json_path: options.JSON = None,
 ) -> None:
-    """Compare runs: those that differ in their seed only are one row, with mean ± standard deviation.
+    """Compare runs. Runs that differ only in their seed form a row, with mean ± standard deviation.
 
-    Each row is also compared with the first over the seeds that both have, by an exact paired test: the share of all
-    choices of signs of the differences whose mean is as far from 0. All scores must have come about in the same way,
-    which is printed: the same weights, the same settings of the evaluation, the same precision.
+    Each row is also compared with the first, over the seeds that both have, by an exact paired sign-flip test. Its p is
+    the share of all sign choices for the differences whose mean is at least as far from 0. All scores must have been
+    computed in the same way, which is printed: the same weights, evaluation settings and precision.
 
     Examples: acutance compare runs/plain-seed* runs/neutreno-seed*
 
@@ -144,7 +144,7 @@ def compare(
     from acutance.lab.evaluate.compare import compare_robustness
 
     if robustness and assignments:
-        raise AcutanceError("--robustness takes no --set: it finds the tables that were measured in the same way")
+        raise AcutanceError("--robustness takes no --set: it finds tables that were measured in the same way")
     how: dict[str, Any] = {"split": split, "score": score, "weights": weights}
     if robustness:
         found: list[Any] = compare_robustness(runs, **how | {"weights": weights or "last"})
@@ -157,23 +157,23 @@ def compare(
 
 
 def robustness(
-    run: Annotated[Path, typer.Argument(help="The folder of a run that `acutance train` made, of a classifier.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a classifier's run, made by `acutance train`.")],
     data_dir: options.DataDir = None,
     corruptions: Annotated[str, option("Comma-separated names, all or none.")] = "all",
     severities: Annotated[str, option("Comma-separated, from 1 to 5.")] = "1,2,3,4,5",
     attacks: Annotated[str, option("fgsm:ε and pgd:ε:steps:size, in levels of 255, or none.")] = "fgsm:1,pgd:1",
     corrupted_dir: Annotated[Path | None, option("The published CIFAR-10-C or CIFAR-100-C.")] = None,
-    split: Annotated[str, option("test, or val to choose by.")] = "test",
+    split: Annotated[str, option("test, or val to make choices.")] = "test",
     weights: options.Weights = "last",
-    limit: Annotated[int | None, option("Only so many images; of ImageNet some of each class.", min=1)] = None,
-    seed: Annotated[int, option("Of what is drawn.")] = 0,
+    limit: Annotated[int | None, option("Use only this many images; for ImageNet, of all classes.", min=1)] = None,
+    seed: Annotated[int, option("The seed of corruptions and attacks.")] = 0,
     device: options.Device = "auto",
     json_path: Annotated[Path | None, option("The table.", "--json", show_default="RUN/robustness….json")] = None,
     markdown_path: options.Markdown = None,
 ) -> None:
-    """Measure 19 corruptions at 5 severities, FGSM and PGD. Stopped, the same command goes on.
+    """Measure accuracy under 19 corruptions at 5 severities, FGSM and PGD. The same command resumes after a stop.
 
-    `acutance compare --robustness` puts the tables of several runs side by side.
+    `acutance compare --robustness` compares the tables of several runs.
 
     Example: acutance robustness runs/digits-seed0 --corruptions fog,contrast --attacks fgsm:8,pgd:8:20
     """
@@ -205,23 +205,23 @@ def reproduce(
     out: Annotated[Path, option("Runs and results; targets share runs.")] = Path("acutance-reproduce"),
     seeds: Annotated[int | None, option("Runs for each row.", min=1, show_default="the target's own")] = None,
     assignments: options.Changes = None,
-    samples: Annotated[int, option("Images or sequences on which models are read.", min=1)] = 1000,
+    samples: Annotated[int, option("Images or sequences on which models are measured.", min=1)] = 1000,
     device: options.Device = "auto",
     plan: Annotated[bool, option("Print the runs as commands, and stop.", "--plan")] = False,
-    show_list: Annotated[bool, option("Name all tables and figures, needs and costs.", "--list")] = False,
+    show_list: Annotated[bool, option("List all tables and figures with needs and costs.", "--list")] = False,
     queue: Annotated[Path | None, option("Run this file's jobs; results.jsonl beside it says what is done.")] = None,
-    budget: Annotated[str, option("Of a queue: the time it has, e.g. 9m. Only what fits is started.")] = "9m",
-    workers: Annotated[int, option("Of a queue: runs side by side on one GPU.", min=1)] = 1,
-    tables: Annotated[bool, option("Of a queue: write its tables beside it, and stop.", "--tables")] = False,
-    trial: Annotated[bool, option("Of a queue: any sources will do; results go to --out.", "--trial")] = False,
-    job: Annotated[str | None, option("Of a queue: run this job here, and no other.", hidden=True)] = None,
-    stamp: Annotated[bool, option("Write provenance.json, for a copy without the history.", "--stamp")] = False,
+    budget: Annotated[str, option("For a queue: the time it has, e.g. 9m. Only what fits is started.")] = "9m",
+    workers: Annotated[int, option("For a queue: runs at once on one GPU.", min=1)] = 1,
+    tables: Annotated[bool, option("For a queue: write its tables beside it, and stop.", "--tables")] = False,
+    trial: Annotated[bool, option("For a queue: allow changed sources; results go to --out.", "--trial")] = False,
+    job: Annotated[str | None, option("For a queue: run only this job, here.", hidden=True)] = None,
+    stamp: Annotated[bool, option("Write provenance.json, for a copy without git history.", "--stamp")] = False,
 ) -> None:
-    """Reproduce a table or figure: train what it needs, measure, and print the published beside the measured.
+    """Reproduce a table or figure: train what it needs, measure, and print measured beside published numbers.
 
-    What is finished is reused, what was interrupted goes on. The same command started several times at once, on the
-    GPUs of one machine or on machines that share the folder, divides the runs: each takes the next that nobody trains,
-    and the last to end prints the whole table.
+    Finished runs are reused, and interrupted runs resume. To use several GPUs, or machines that share the folder, start
+    the same command once on each. Every process takes the next run that no other trains, and the last one to finish
+    prints the whole table.
 
     Examples: acutance reproduce neutreno-table1 --data-dir /data/imagenet --plan
 
@@ -247,7 +247,7 @@ def reproduce(
         say(f"\n{TIMES}")
         return
     if target is None:
-        raise AcutanceError("name a table or figure; `acutance reproduce --list` has them all")
+        raise AcutanceError("name a table or figure; `acutance reproduce --list` names them all")
     how: dict[str, Any] = {"data_dir": data_dir, "seeds": seeds, "samples": samples, "device": device}
     session = Session(find(target), out, changes=tuple(assignments or ()), console=console, **how)
     if plan:
@@ -259,7 +259,7 @@ def reproduce(
     for path in (written := session.write(result)):
         say(f"wrote {path}")
     if not written:
-        say("Another process has finished the rest meanwhile, and writes the whole.")
+        say("Another process has finished the rest meanwhile, and writes the whole result.")
 
 
 def _run_queue(queue: Path, out: Path, budget: str, job: str | None, tables: bool, how: dict[str, Any]) -> None:
@@ -286,25 +286,25 @@ def _run_queue(queue: Path, out: Path, budget: str, job: str | None, tables: boo
 def bench(
     only: Annotated[str | None, option("Some groups, with commas between; all by default.")] = None,
     quick: Annotated[bool, option("Four repetitions with half of the steps.", "--quick")] = False,
-    max_autotune: Annotated[bool, option("Also this mode of the baseline in steps.", "--max-autotune")] = False,
+    max_autotune: Annotated[bool, option("In steps, also time the baseline in this mode.", "--max-autotune")] = False,
     out: Annotated[Path, option("Where the CSV files go.")] = Path("acutance-bench"),
     device: options.Device = "auto",
 ) -> None:
     """Time the library on your own GPU, and write CSV files named by GPU, dtype and versions.
 
-    All figures are ratios in one run: variants take turns beside a baseline. A group, or a part of one, is one file:
+    All figures are ratios within one run: variants take turns with a baseline. A group, or part of one, is one file:
 
     - steps: training and inference with NeuTRENO against timm's plain ViT (parts: steps-32, steps-224).
-    - end-to-end: images a second of the recipe for CIFAR-100, augmentation included (parts by batch: end-to-end-256,
+    - end-to-end: images per second of the recipe for CIFAR-100, with augmentation (parts by batch: end-to-end-256,
       end-to-end-512, end-to-end-1024, end-to-end-2048).
-    - augment, eigen: augmentation on the device; training with a negative spectrum, ViT-Ti⁻, against ViT-Ti.
-    - micro: the fused attention and MLP by themselves, against PyTorch's and against their floor in bytes and FLOPs.
+    - augment: augmentation on the device. eigen: training with a negative spectrum, ViT-Ti⁻, against ViT-Ti.
+    - micro: the fused attention and MLP alone, against PyTorch's and against their floor in bytes and FLOPs.
     - efficiency: NeuTRENO's FLOPs, memory and time against plain, at inference.
     - measure, monitor: `measure` against a forward pass and whole matrices; a monitor against a training step.
     - long: language models, up to 131,072 tokens (parts: long-training, long-tokens, long-model).
 
-    Each part takes a few minutes on an H200. On a CPU toy sizes run, in less than a minute for all: they show that
-    everything works, not what it costs. Stop it when you like: finished figures are in the files, and a part that
+    Each part takes a few minutes on an H200. On a CPU, toy sizes run in less than a minute for all: they show that
+    everything works, not what it costs. You can stop it at any time: finished figures are in the files. A part that
     fails does not stop the others.
 
     Example: acutance bench --only micro,efficiency --quick
@@ -316,7 +316,7 @@ def bench(
     names = chosen_groups(only)
     settings = Settings(device_of(device), quick, max_autotune)
     if not settings.on_gpu:
-        say("No GPU: toy sizes on the CPU, to see that everything runs. The ratios mean nothing.")
+        say("No GPU: toy sizes on the CPU, to check that everything runs. The ratios mean nothing.")
     with stoppable(f"Finished figures are in {out}."):
         for path in run_groups(names, settings, out, console):
             say(f"wrote {path}")
@@ -331,8 +331,8 @@ def depth(
 ) -> None:
     """How does smoothing grow with depth before any training? Plain, Post-LN, NeuTRENO, LayerScale, ViT⁻ and ViT⁺.
 
-    Networks are drawn with DeiT's initialisation (σ = 0.02) and with Xavier's, and read on the embedded digits. Takes
-    about two minutes; finished networks are reused, so it can be stopped and started again.
+    Networks are drawn with DeiT's initialisation (σ = 0.02) and with Xavier's, and measured on the embedded digits.
+    Takes about two minutes. You can stop it and start it again: finished networks are reused.
 
     Example: acutance lab depth --depths 12,24 --seeds 2 --dim 48
     """
@@ -349,16 +349,17 @@ def kernel(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Checkpoints, runs, or models such as hf:gpt2.")],
     out: Annotated[Path, option("Where the table and the figure go.")] = Path("acutance-kernel"),
     samples: Annotated[int, option("Images of each split, or windows of text; Table 4 has 1000.", min=2)] = 1000,
-    text: Annotated[Path | None, option("A text file or folder, in place of the digits.")] = None,
+    text: Annotated[Path | None, option("A text file or folder, instead of the digits.")] = None,
     tokens: Annotated[int | None, option("The length of a window of text.", min=2)] = None,
 ) -> None:
-    """Are the learnt affinities a symmetric positive definite kernel, as NeuTRENO's Theorem 1 takes them to be?
+    """Are the learnt affinities a symmetric positive definite kernel, as NeuTRENO's Theorem 1 assumes?
 
-    Reads each model on the embedded digits' training and test images, or on a text. Per layer and head: how far
-    exp(q·k/√d) is from symmetric (0 to about 1) and from positive definite (0 to ½), both also with its entries in
-    random order, the alignment of the two gradients (Table 4: 1 is perfect), and whether the alignment is worse where
-    the assumption is (a rank correlation below 0), pooled and within single layers. Of a causal model the affinities
-    are taken as they are before the mask. Runs named alike but for -seed0, -seed1, … are one variant: mean ± spread.
+    Reads each model on the embedded digits' training and test images, or on a text. Per layer and head it measures how
+    far exp(q·k/√d) is from symmetric (0 to about 1) and from positive definite (0 to ½), for comparison also with its
+    entries in random order. It also measures the alignment of the two gradients (Table 4: 1 is perfect), and whether
+    the alignment is worse where the assumption is (a rank correlation below 0), pooled and within single layers. For a
+    causal model, affinities are those before the mask. Runs whose names differ only in -seed0, -seed1, … are one
+    variant: mean ± spread.
 
     Examples: acutance lab kernel acutance-demo/plain-seed0 acutance-demo/plain-seed1
 
@@ -367,25 +368,25 @@ def kernel(
     from acutance.lab.studies.kernel import kernel_study, models_of
 
     if text is None and tokens is not None:
-        raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
+        raise AcutanceError("--tokens sets the length of a window of text: it needs --text FILE")
     _write(kernel_study(models_of(runs), samples=samples, text=text, tokens=tokens), out)
 
 
 @studies.command()
 def layers(
     model: options.Model,
-    text: Annotated[Path, option("A text file, or a folder of them, each read by itself.")],
+    text: Annotated[Path, option("A text file, or a folder of text files, each read by itself.")],
     json_path: Annotated[Path, option("The record.", "--json")] = Path("layers.json"),
     tokens: Annotated[int | None, option("The length of a window of text.", min=2)] = None,
-    batches: Annotated[int, option("Parts of the text, over which intervals are.", min=5)] = 8,
-    windows: Annotated[int, option("Windows of each batch.", min=1)] = 8,
-    leave_out: Annotated[int, option("First tokens of a window left out of HFC/LFC, beside special ones.", min=0)] = 0,
+    batches: Annotated[int, option("Parts of the text; intervals are over these.", min=5)] = 8,
+    windows: Annotated[int, option("Windows in each batch.", min=1)] = 8,
+    leave_out: Annotated[int, option("First tokens left out of HFC/LFC; from 1 on also special ones.", min=0)] = 0,
 ) -> None:
-    """What does H say of a language model's layers, and what do attention and the rest of each block do to a text?
+    """How much does each layer of a language model smooth: by its weights H, and on a text?
 
     Per layer: the share of eigenvalues of H with a negative real part, how often μ = 1 dominates I + H⊗A, and the
     change of log HFC/LFC across the attention branch and across the rest of the block. The windows are evenly spaced.
-    In many causal models the first token is larger than all others together: read with --leave-out 1, too.
+    In many causal models the first token is larger than all others together: also run it with --leave-out 1.
 
     Example: acutance lab layers hf:gpt2 --text wiki.test.txt --tokens 256 --json gpt2.json
     """
@@ -394,7 +395,7 @@ def layers(
     from acutance.lab.studies.layers import layers_study
     from acutance.lab.train.provenance import made
 
-    torch.manual_seed(0)  # of parameters that the file leaves out, which nothing here reads
+    torch.manual_seed(0)  # for parameters that the file leaves out; nothing here reads them
     sizes: dict[str, Any] = {"tokens": tokens, "batches": batches, "windows": windows, "leave_out": leave_out}
     study = layers_study(ac.io.load_model(model), text, **sizes)
     console.print(study.table())

@@ -1,4 +1,4 @@
-"""The main job in small: train three 12-layer ViTs on real digits, measure them by layer, compare them."""
+"""The library's main job in small: train three 12-layer ViTs on real digits, measure them by layer, compare them."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ from acutance.report.page import write_page
 from acutance.report.pictures import plot_curves
 
 VARIANTS = {"plain": "none", "NeuTRENO": "neutreno:0.6", "NeuTRENO + FeatScale": "neutreno:0.6+featscale"}
-# The digits recipe, deep enough (12 layers, as DeiT) for smoothing to show and short enough for two CPU cores.
+# The digits recipe, deep enough for smoothing to show (12 layers, like DeiT) and short enough for two CPU cores.
 CHANGES = (
     "task.model.depth=12", "task.train_on=all", "task.augment.crop_pad=0", "optim.lr=1e-3", "optim.clip=none",
     "schedule.warmup=1.2", "loop.epochs=12", "loop.ema=none", "loop.monitor_every=none", "loop.evaluate_every=12",
@@ -47,14 +47,14 @@ Trained = tuple[float, Profile]  # test accuracy in percent, and the measurement
 
 
 def demo_config(*changes: str) -> Config:
-    """The demo's training, changed field by field as by `acutance train --set`."""
+    """The demo's configuration, with changes as `acutance train --set` takes them."""
     return override(recipes.load("digits"), [*CHANGES, *changes])
 
 
 def run_demo(
     folder: Path, *, seeds: int = 1, changes: Sequence[str] = (), console: Console | None = None
 ) -> dict[str, list[Trained]]:
-    """Train, measure and compare every variant; finished runs in `folder` are reused, interrupted ones go on.
+    """Train, measure and compare every variant. Finished runs in `folder` are reused, and interrupted ones resume.
 
     Writes a run and a profile per variant and seed, then `results.json`, `report.html` and `report.png`.
     """
@@ -113,12 +113,12 @@ def summarise(runs: Mapping[str, Sequence[Trained]]) -> list[dict[str, str]]:
 
 
 def conclude(runs: Mapping[str, Sequence[Trained]]) -> str:
-    """One sentence that says what was found, and how much it is worth."""
+    """One sentence that says what was found, and how strong the evidence is."""
 
     def change(what: str, before: Sequence[float], after: Sequence[float], spec: str) -> str:
         """For example "lowered token cosine (0.412 → 0.301)", by the paired differences over the seeds."""
         differences, old, new = np.subtract(after, before), f"{fmean(before):{spec}}", f"{fmean(after):{spec}}"
-        error = spread_of(differences) / len(differences) ** 0.5  # NaN for one pair: nothing is then within it
+        error = spread_of(differences) / len(differences) ** 0.5  # NaN for one pair, which no difference is within
         clear = old != new and not abs(differences.mean()) <= 2 * error
         verb = "raised" if differences.mean() > 0 else "lowered"
         return f"{verb if clear else 'did not clearly change'} {what} ({old} → {new})"

@@ -1,4 +1,4 @@
-"""What the laboratory asks of files, and of what it writes as JSON."""
+"""Checksums of files, and values made ready for JSON."""
 
 import hashlib
 import math
@@ -15,7 +15,7 @@ def digest(path: str | os.PathLike[str]) -> str:
 
 
 def finite(value: Any) -> Any:
-    """The same with null for NaN and infinity, which JSON does not have."""
+    """The same with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, Mapping):
         return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -24,7 +24,7 @@ def finite(value: Any) -> Any:
 
 
 def short(value: Any) -> Any:
-    """Numbers with six digits: more than the data give, and than any table shows."""
+    """Floats rounded to six digits, which is more than the data justify and any table shows."""
     if isinstance(value, Mapping):
         return {key: short(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What io asks about runs and the embedded digits, found by the entry point `acutance.loaders`."""
+"""Answers for `io` about runs and the embedded digits. `io` finds them by the entry point `acutance.loaders`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,11 +12,11 @@ from acutance.io.inputs import Batches, of_dtype
 from acutance.lab.train.run import Run
 from acutance.models import ViT
 
-SAMPLES = 1000  # of a run's test data, chosen at random, unless more or fewer are asked for
+SAMPLES = 1000  # of a run's test data, chosen at random, unless a number is given
 
 
 def refuse_unfinished(checkpoint: Path) -> None:
-    """Raise if this would be the model of a run that is not finished."""
+    """Raise if this is the model's path in an unfinished run."""
     run = Run(checkpoint.parent)
     named = checkpoint in (run.model_path, run.best_path)
     if named and run.exists() and run.result() is None:
@@ -24,7 +24,7 @@ def refuse_unfinished(checkpoint: Path) -> None:
 
 
 def data_of(path: Path, model: nn.Module) -> dict[str, Callable[..., Batches]]:
-    """What a model reads by itself: its run's test data, if the path is a run's folder, and the digits, if they fit."""
+    """The data that a model reads by default: its run's test data, if `path` is a run, and the digits if they fit."""
     from acutance.lab.data import digits
     from acutance.lab.tasks import samples
 

@@ -1,4 +1,4 @@
-"""Locks that a process holds as long as it lives: however it ends, the system releases them."""
+"""Locks that the system releases when their process ends, in whatever way."""
 
 import os
 import socket
@@ -14,8 +14,8 @@ from acutance.errors import AcutanceWarning
 def held(path: Path) -> Iterator[bool]:
     """Yields True if this process holds the lock, False if another process does, on this or another machine.
 
-    The file is never removed: that could remove another's lock. NFS from version 4 has such locks, and Lustre if it is
-    mounted with flock. Without them a warning says so, and the lock counts as held.
+    The file is never removed, since that could remove another process's lock. NFS from version 4 has such locks, and
+    so has Lustre if it is mounted with flock. Without locks there is a warning, and the lock counts as held.
     """
     try:
         import fcntl
@@ -29,7 +29,7 @@ def held(path: Path) -> Iterator[bool]:
         except OSError as error:
             if not (taken := isinstance(error, BlockingIOError)):
                 why = f"{path.parent} is on a file system without locks ({error.strerror})"
-                warnings.warn(f"{why}: nothing keeps two processes from the same work", AcutanceWarning, stacklevel=3)
+                warnings.warn(f"{why}: two processes may do the same work", AcutanceWarning, stacklevel=3)
             yield not taken
             return
         file.truncate(0)
@@ -38,11 +38,11 @@ def held(path: Path) -> Iterator[bool]:
         try:
             yield True
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough while a forked child has the file open, too
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough while a forked child also has the file open
 
 
 def holder(path: Path) -> str:
-    """Who took it last, e.g. `node7, process 4711`."""
+    """The last holder, e.g. `node7, process 4711`."""
     try:
         return path.read_text(encoding="utf-8").strip() or "another process"
     except OSError:

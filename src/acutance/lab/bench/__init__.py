@@ -1,1 +1,1 @@
-"""Speed and memory as ratios in one run: `acutance bench`, and what the scripts in `benchmarks/` share with it."""
+"""Speed and memory as ratios within one run: `acutance bench`, and code shared with the scripts in `benchmarks/`."""

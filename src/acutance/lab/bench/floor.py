@@ -1,7 +1,8 @@
-"""The fused attention and MLP by themselves, and floors: the bytes and FLOPs of a kernel at what this machine can do.
+"""Benchmarks of the fused attention and MLP, and floors: the least time for a kernel's bytes and FLOPs on this machine.
 
-A product of matrices, or an attention, is one kernel: it reads its operands once, writes its result once, and takes the
-longer of what its bytes and its FLOPs take. All else costs nothing beside them. The optimiser reads and writes once.
+A floor counts each matrix product and each attention as one kernel, which reads its operands once and writes its result
+once. It takes the time of its bytes or of its FLOPs, whichever is longer. The optimiser reads and writes once.
+Everything else counts as free.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,24 +25,24 @@ from acutance.models import ViT
 from acutance.models.block import Mlp
 
 STRENGTH = 0.6
-CALLS = 10  # in one CUDA graph: the host's launches take longer than a kernel
+CALLS = 10  # in one CUDA graph, since the host's launches take longer than a kernel
 ADAMW_BYTES = 28  # a parameter: itself, its gradient and two moments are read, all but the gradient written, in float32
 Kernel = tuple[float, float]  # its bytes and FLOPs
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this machine can do, measured in the same run."""
+    """The machine's bandwidth and throughput, measured in the same run."""
 
     bytes_per_second: float
     flops_per_second: float
 
     def floor(self, bytes_moved: float, flops: float) -> float:
-        """Seconds: the slower of the two, as if the other were hidden behind it."""
+        """Seconds for the slower of the two, as if it hid the other."""
         return max(bytes_moved / self.bytes_per_second, flops / self.flops_per_second)
 
     def columns(self, kernels: Sequence[Kernel] = ()) -> Row:
-        """For a row of results: all bytes and FLOPs of the kernels, and the ceilings."""
+        """The ceilings, and all bytes and FLOPs of the kernels, for a row of results."""
         moved, flops = (sum(column) for column in zip((0, 0), *kernels, strict=True))
         work = {"mbytes": f"{moved / 1e6:.1f}", "gflop": f"{flops / 1e9:.2f}"} if kernels else {}
         copied, multiplied = f"{self.bytes_per_second / 1e12:.3f}", f"{self.flops_per_second / 1e12:.1f}"
@@ -49,7 +50,7 @@ class Ceilings:
 
 
 def measured_ceilings(settings: Settings) -> Ceilings:
-    """A copy of a large tensor, and a large product of matrices in the dtype of the attention."""
+    """Time a copy of a large tensor, and a large matrix product in the dtype of the attention."""
     size, side = (2**29, 8192) if settings.on_gpu else (2**20, 128)
     source = torch.empty(size, dtype=torch.uint8, device=settings.device)
     target = torch.empty_like(source)
@@ -75,21 +76,22 @@ class Problem:
     causal: bool = False
 
     def kernels(self, itemsize: int, *, training: bool, term: bool = False) -> list[Kernel]:
-        """Forward, and in training backward: every input read once and every output written once.
+        """Forward, and in training backward. Every input is read once and every output written once.
 
-        Forward: q, k, v and v⁰ to u, with one log-sum a row in float32. Backward: q, k, v, u and its gradient.
+        Forward reads q, k, v and v⁰ and writes u, with one log-sum per row in float32. Backward reads q, k, v, u and
+        its gradient.
         """
         activation = self.batch * self.tokens * self.heads * self.width * itemsize
         sums = self.batch * self.heads * self.tokens * 4
         pairs = self.tokens * (self.tokens + 1) // 2 if self.causal else self.tokens**2
         product = 2 * self.batch * self.heads * pairs * self.width
         forward = (4 + term) * activation + sums, 2 * product
-        backward = (8 + term) * activation + sums, 5 * product  # one of which is the first again
+        backward = (8 + term) * activation + sums, 5 * product  # one of them recomputes the first product
         return [forward, backward] if training else [forward]
 
 
 def linear(rows: int, inputs: int, outputs: int, itemsize: int, passes: int = 1) -> list[Kernel]:
-    """(rows, inputs) · (inputs, outputs); three passes in training: gradients of weights and of inputs too."""
+    """(rows, inputs) · (inputs, outputs). Training has three passes: gradients of weights and of inputs too."""
     numbers = rows * inputs + inputs * outputs + rows * outputs
     return [(numbers * itemsize, 2 * rows * inputs * outputs)] * passes
 
@@ -103,7 +105,7 @@ def of_blocks(attention: Problem, hidden: int, depth: int, itemsize: int, *, tra
 
 
 def of_mlp(tokens: int, inside: int, hidden: int, itemsize: int, *, training: bool) -> list[Kernel]:
-    """Both products in one kernel; in training h is kept, and GELU(h) made again where dh is made."""
+    """Both products in one kernel. Training keeps h, and recomputes GELU(h) where it computes dh."""
     ((moved, flops),) = linear(tokens, inside, hidden, itemsize)
     wide = tokens * hidden * itemsize
     both = 2 * (moved - wide)
@@ -126,12 +128,12 @@ def of_vit(model: ViT, batch: int, itemsize: int, *, training: bool) -> list[Ker
 
 
 class PointwiseCounter(TorchDispatchMode):
-    """Counts one operation per number that a pointwise operation gives: NeuTRENO's term is nothing else."""
+    """Counts one operation per number that a pointwise operation returns. NeuTRENO's term is pointwise."""
 
     operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run it, and count."""
+        """Run the operation, and count."""
         out = func(*args, **(kwargs or {}))
         if torch.Tag.pointwise in func.tags and isinstance(out, Tensor):
             self.operations += out.numel()
@@ -139,8 +141,8 @@ class PointwiseCounter(TorchDispatchMode):
 
 
 def count_flops(model: nn.Module, images: Tensor) -> tuple[int, int]:
-    """Of one forward pass: those of matrix products and attention, and those of pointwise operations."""
-    # On the path that is made of products: counters do not see into our kernel, nor into all of PyTorch's.
+    """The FLOPs of one forward pass: of matrix products and attention, and of pointwise operations."""
+    # Attention by separate products: the counters cannot look into our kernel, nor into all of PyTorch's.
     with unfused, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         with FlopCounterMode(display=False) as products:
             model(images)
@@ -150,7 +152,7 @@ def count_flops(model: nn.Module, images: Tensor) -> tuple[int, int]:
 
 
 def with_floor(kernels: Sequence[Kernel], tables: Iterator[list[Row]], settings: Settings) -> Iterator[list[Row]]:
-    """Rows, each with how far it is from the floor of these kernels, and the floor as the last of them."""
+    """Rows, each with its time in units of the floor of these kernels, and the floor itself as the last row."""
     ceilings = measured_ceilings(settings)
     floor = 1e3 * sum(ceilings.floor(*kernel) for kernel in kernels)
     for rows in tables:
@@ -170,7 +172,7 @@ TOY_MLPS = ((10, 64, 128),)
 
 @dataclass(frozen=True)
 class Work:
-    """A call, what its backward pass gives the gradients of, and the kernels it is at least."""
+    """A call, the leaves that its backward pass gives gradients for, and the least kernels it takes."""
 
     call: Callable[[], Tensor]
     leaves: Sequence[Tensor]
@@ -178,7 +180,7 @@ class Work:
 
 
 def tables(settings: Settings) -> Iterator[Table]:
-    """Per attention and per MLP: forward alone, and with the backward pass."""
+    """A table per attention and per MLP: forward alone, and with the backward pass."""
     passes = {"forward": False, "forward and backward": True}
     for p, (what, backward) in product(PROBLEMS + LONG if settings.on_gpu else TOY, passes.items()):
         title = f"attention, batch {p.batch}, {p.tokens} tokens, {p.heads} heads of width {p.width}"
@@ -189,7 +191,7 @@ def tables(settings: Settings) -> Iterator[Table]:
 
 
 def _rows(make: Callable[[], Mapping[str, Work]], settings: Settings) -> Iterator[list[Row]]:
-    """Each beside the first, and how far it is from the floor of what it computes."""
+    """Each variant against the first, with its time in units of the floor of its own work."""
     works, ceilings = make(), measured_ceilings(settings)
 
     def step(work: Work) -> Step:
@@ -222,7 +224,7 @@ def _compiled(run: Callable[..., Tensor], settings: Settings) -> Callable[..., T
 
 
 def attentions(problem: Problem, backward: bool, settings: Settings) -> dict[str, Work]:
-    """SDPA and the fused kernel, each plain and with the term."""
+    """SDPA and the fused kernel, each plain and with NeuTRENO's term."""
     draw = partial(torch.randn, problem.batch, problem.tokens, device=settings.device, dtype=settings.dtype)
     dim, scale = problem.heads * problem.width, problem.width**-0.5
     qkv, first = draw(3 * dim, requires_grad=backward), draw(dim, requires_grad=backward)
@@ -238,9 +240,9 @@ def attentions(problem: Problem, backward: bool, settings: Settings) -> dict[str
 
 
 def mlps(tokens: int, inside: int, hidden: int, backward: bool, settings: Settings) -> dict[str, Work]:
-    """PyTorch's layers, and our module of them, which is one kernel where that is available, in autocast."""
+    """PyTorch's layers, and our module made of them, in autocast. Ours is one kernel where that is available."""
     ours = Mlp(inside, hidden, 0.0).to(settings.device)
-    plain = nn.Sequential(ours.fc1, ours.act, ours.fc2)  # in which no kernel of ours is asked for
+    plain = nn.Sequential(ours.fc1, ours.act, ours.fc2)  # which never asks for our kernel
     x = torch.randn(tokens, inside, device=settings.device, dtype=settings.dtype, requires_grad=backward)
     autocast = torch.autocast(x.device.type, settings.dtype, enabled=settings.on_gpu)
     leaves = [x, *ours.parameters()] if backward else []
@@ -254,14 +256,14 @@ def mlps(tokens: int, inside: int, hidden: int, backward: bool, settings: Settin
 def sdpa(
     qkv: Tensor, heads: int, scale: float, first: Tensor | None = None, strength: float = 0.0, causal: bool = False
 ) -> Tensor:
-    """The same as `packed.attention`, as one writes it in PyTorch."""
+    """The same as `packed.attention`, in plain PyTorch."""
     q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     u = F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=causal).transpose(1, 2).flatten(2)
     return u if first is None else u + strength * (first - v.transpose(1, 2).flatten(2))
 
 
 def graphed(step: Step, calls: int) -> Step:
-    """So many calls as one CUDA graph, warmed up on a stream of its own as capturing wants it."""
+    """This many calls as one CUDA graph, after a warm-up on a side stream, which capturing requires."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

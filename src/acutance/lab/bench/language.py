@@ -1,4 +1,4 @@
-"""What NeuTRENO costs a causal language model, against the plain one with each of SDPA's fast back-ends."""
+"""The cost of NeuTRENO in a causal language model, against the plain model with each of SDPA's fast back-ends."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ BACKENDS = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.C
 
 @dataclass(frozen=True)
 class Size:
-    """Of model and batch; heads have width 64."""
+    """The size of model and batch; heads have width 64."""
 
     tokens: int
     batch: int
@@ -34,11 +34,11 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        """Norms and biases are left out."""
+        """The number of parameters without norms and biases."""
         return self.dim * (self.vocabulary + self.depth * 12 * self.dim)
 
     def kernels(self, itemsize: int, *, training: bool) -> list[Kernel]:
-        """Blocks, and a softmax whose weights are the embedding's."""
+        """The kernels of the blocks, and of a softmax that shares the embedding's weights."""
         attention = Problem(self.batch, self.tokens, self.heads, causal=True)
         blocks = of_blocks(attention, 4 * self.dim, self.depth, itemsize, training=training)
         words = linear(self.batch * self.tokens, self.dim, self.vocabulary, itemsize, 3 if training else 1)
@@ -50,7 +50,7 @@ TOY = (Size(tokens=16, batch=2, heads=1, depth=2, vocabulary=50),)
 
 
 def tables(settings: Settings) -> list[Table]:
-    """One per length."""
+    """One table per length."""
     sizes = SIZES if settings.on_gpu else TOY
     title = "causal LM, {0.tokens} tokens, batch {0.batch}, {0.depth} layers of {0.dim} channels, training"
     return [(title.format(size), _rows(size, settings)) for size in sizes]
@@ -62,8 +62,8 @@ def _rows(size: Size, settings: Settings) -> Iterator[list[Row]]:
 
 
 def candidates(size: Size, settings: Settings) -> list[Candidate]:
-    """Plain with each back-end, flash the baseline; plain and NeuTRENO by our kernel, or by SDPA without it."""
-    mode = settings.modes[0]  # these steps are long: the host's launches do not count
+    """The plain model with each back-end (flash is the baseline), then plain and NeuTRENO with our kernel, or SDPA."""
+    mode = settings.modes[0]  # these steps are long, so the host's launches do not matter
     probe = torch.empty(1, size.tokens, 3 * size.dim, device=settings.device, dtype=settings.dtype)
     fused = packed.is_available(probe, size.heads)
     plain, neutreno = (partial(_step, size, settings, mode, spec) for spec in (None, NEUTRENO))
@@ -83,7 +83,7 @@ def _step(size: Size, settings: Settings, mode: str, spec: str | None, backend: 
 
 
 class WithBackend(nn.Module):
-    """A model whose attention is one back-end's, chosen inside what is compiled: a class shares its compiled code."""
+    """A model with one attention back-end, chosen inside the compiled code, which all models of a class share."""
 
     def __init__(self, model: nn.Module, backend: SDPBackend) -> None:
         super().__init__()

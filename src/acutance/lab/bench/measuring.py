@@ -1,4 +1,4 @@
-"""What measuring costs: `measure` against a forward pass and whole matrices, by tokens, and during training."""
+"""The cost of measuring: `measure` against a forward pass and whole matrices, by tokens, and during training."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -27,21 +27,21 @@ from acutance.measure.walk import feed
 from acutance.sites.structure import evaluating
 
 WITH_ATTENTION = (*CHEAP_METRICS, "nonlocal_energy", "attention_entropy")
-SPECTRAL_BATCH = 32  # the eigenvalues of each image's tokens in every layer take long
-# Read by one call of `measure`, whose beginning and end are part of the cost.
+SPECTRAL_BATCH = 32  # small, since eigenvalues of each image's tokens in every layer take long
+# Measured by one call of `measure`, whose start and end are part of the cost.
 IMAGES, TEXT_BATCHES = 4096, 4
 IMAGE_BATCH = 256
 OURS: Callable[[Shape], nn.Module] = methodcaller("ours")
-DEIT, SMALL = "steps-224", "steps-32"  # the small one waits for the host
-LARGE_BATCH = 1024  # meant to keep a GPU busy for longer than the host needs to ask for it
-# As the smallest Llama 3.2 has it: 1.2 billion parameters.
+DEIT, SMALL = "steps-224", "steps-32"  # the small one is CPU-bound
+LARGE_BATCH = 1024  # meant to keep the GPU busy for longer than the host needs to launch the work
+# The sizes of the smallest Llama 3.2: 1.2 billion parameters.
 LLAMA = {"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
 TOY_LLAMA = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 TOY_LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 WIDTH = 64  # of a head
-FEW = 16  # tokens of a call that only makes a model ready
-PATIENCE = 30.0  # seconds: what would take longer at twice the tokens is not tried there
+FEW = 16  # tokens in a call that only warms a model up
+PATIENCE = 30.0  # seconds: what would take longer at twice the tokens is not tried
 
 OPERATIONS: dict[str, Callable[[AttentionOperator, Tensor], object]] = {
     "A v": lambda A, v: A @ v,
@@ -57,20 +57,20 @@ OPERATIONS: dict[str, Callable[[AttentionOperator, Tensor], object]] = {
     "log_nonlocal_energy_raw": metrics.log_nonlocal_energy_raw,
     "extreme_eigenvalues": lambda A, _v: A.extreme_eigenvalues(),
 }
-# Of a monitor: how many images it reads, and its options.
+# For a monitor: the number of images it reads, and its options.
 READINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "default": (64, {}),
     "bfloat16": (64, {"autocast": torch.bfloat16}),
     "whole batch": (IMAGE_BATCH, {}),
     "attention": (64, {"metrics": WITH_ATTENTION, "tap": ("block", "attention")}),
-    "spectral": (64, {"metrics": DEFAULT_METRICS}),  # measure's own, which need eigenvalues
+    "spectral": (64, {"metrics": DEFAULT_METRICS}),  # the defaults of `measure`, which need eigenvalues
 }
-Work = Callable[[int, Settings], tuple[list[Candidate], Pace]]  # at so many tokens
+Work = Callable[[int, Settings], tuple[list[Candidate], Pace]]  # for a number of tokens
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model in one dtype, a batch it reads, and the same by whole matrices."""
+    """A model in one dtype, a batch for it, and the same measurement by whole matrices."""
 
     model: nn.Module
     batch: Any
@@ -78,7 +78,7 @@ class Subject:
 
 
 def tables(settings: Settings) -> Iterator[Table]:
-    """Our DeiT-Ti; with timm also timm's, and a smaller ViT that waits for the host; with transformers also a Llama."""
+    """Our DeiT-Ti; with timm also timm's and a smaller, CPU-bound ViT; with transformers also a Llama."""
     shapes = [(DEIT, IMAGE_BATCH), (DEIT, LARGE_BATCH), (SMALL, IMAGE_BATCH)][: None if settings.on_gpu else 1]
     subjects = [("timm's ", timm_model, *each) for each in shapes] if find_spec("timm") is not None else []
     for whose, build, shape, batch in [*subjects, ("", OURS, DEIT, IMAGE_BATCH)]:
@@ -104,7 +104,7 @@ def _rows(make: Callable[[], Subject], batches: int, settings: Settings, spectra
 def candidates(
     subject: Subject, batches: int, readings: Mapping[str, Sequence[str]], matrices: str | None = None
 ) -> list[Candidate]:
-    """A forward pass, `measure` with metrics by variant, and the same by whole matrices where that has a name."""
+    """A forward pass, `measure` with each variant's metrics, and if it has a name, the same by whole matrices."""
     read = partial(measure, subject.model, [subject.batch] * batches, progress=False)
     made: dict[str, Any] = {"plain forward pass": partial(forward, subject, batches)}
     made |= {variant: partial(read, metrics=names) for variant, names in readings.items()}
@@ -113,7 +113,7 @@ def candidates(
 
 
 def forward(subject: Subject, batches: int) -> None:
-    """What any evaluation does."""
+    """Forward passes in evaluation mode."""
     with evaluating(subject.model):
         for _ in range(batches):
             feed(subject.model, subject.batch)
@@ -128,7 +128,7 @@ def _vit(batch: int, settings: Settings, shape: str = DEIT, build: Callable[[Sha
 
 
 def _vit_obvious(model: nn.Module, images: Tensor) -> list[list[float]]:
-    """Hooks that keep every layer's tokens, matrix and outputs, then the formulas."""
+    """Keep every layer's tokens, matrix and outputs by hooks, then apply the formulas."""
     tokens: list[Tensor] = []
     records: list[AttentionCall] = []
     with ExitStack() as stack, evaluating(model):
@@ -143,7 +143,7 @@ def _vit_obvious(model: nn.Module, images: Tensor) -> list[list[float]]:
 
 
 def llama_subject(texts: int, tokens: int, settings: Settings) -> Subject:
-    """A Llama with random weights; the obvious way is the same weights with eager attention."""
+    """A Llama with random weights. The obvious way reads the same weights with eager attention."""
     transformers: Any = import_module("transformers")
     shape: Mapping[str, Any] = LLAMA if settings.on_gpu else TOY_LLAMA
     with torch.device(settings.device):
@@ -155,7 +155,7 @@ def llama_subject(texts: int, tokens: int, settings: Settings) -> Subject:
 
 
 def _llama_obvious(model: Any, batch: Mapping[str, Any]) -> list[list[float]]:
-    """`output_attentions=True`; what the heads give is not among the outputs: the energy is that of the tokens."""
+    """Read it with `output_attentions=True`. That returns no outputs of heads, so the energy is that of the tokens."""
     model.set_attn_implementation("eager")
     try:
         with evaluating(model):
@@ -167,7 +167,7 @@ def _llama_obvious(model: Any, batch: Mapping[str, Any]) -> list[list[float]]:
 
 
 def read_obvious(tokens: Sequence[Tensor], layers: Sequence[tuple[Tensor, Tensor]]) -> list[list[float]]:
-    """Per layer the means of `WITH_ATTENTION` as their formulas stand, with matrices of all pairs of tokens."""
+    """The means of `WITH_ATTENTION` per layer by their plain formulas, with matrices of all pairs of tokens."""
     found = []
     for x, (A, u) in zip(tokens, layers, strict=True):
         x, A, u = x.float(), A.float(), u.float()
@@ -185,14 +185,14 @@ def read_obvious(tokens: Sequence[Tensor], layers: Sequence[tuple[Tensor, Tensor
 
 
 def operator_tables(settings: Settings) -> list[Table]:
-    """Every attention metric by itself, of one layer."""
+    """Every attention metric of one layer, by itself."""
     lengths = (2048, 4096, 8192, 16_384, 32_768) if settings.on_gpu else (16, 32)
     title = f"cost against tokens, {8 if settings.on_gpu else 2} heads of width {WIDTH}"
     return [(title, in_turn(lengths, _operations, settings))]
 
 
 def model_tables(settings: Settings) -> list[Table]:
-    """How far a whole Llama can be measured; nothing where transformers is not installed."""
+    """How many tokens of a whole Llama can be measured; no table without transformers."""
     if find_spec("transformers") is None:
         return []
     lengths = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072) if settings.on_gpu else (16,)
@@ -201,7 +201,7 @@ def model_tables(settings: Settings) -> list[Table]:
 
 
 def monitor_tables(settings: Settings) -> list[Table]:
-    """What watching costs: readings of a `Monitor` in units of a training step of the model it watches."""
+    """The cost of monitoring: a `Monitor`'s readings in units of a training step of its model."""
     shape = shape_for(DEIT, settings)
     shape = replace(shape, batch=IMAGE_BATCH) if settings.on_gpu else shape
     title = f"readings of a monitor, {shape.title}, training at batch {shape.batch}"
@@ -228,7 +228,7 @@ def _monitor_rows(shape: Shape, settings: Settings) -> Iterator[list[Row]]:
 
 
 def in_turn(lengths: tuple[int, ...], work: Work, settings: Settings) -> Iterator[list[Row]]:
-    """Each length by itself, its memory freed before the next; what fails, or takes long, is not tried at more."""
+    """One length after another, freeing memory in between. What fails or takes long is not tried at longer lengths."""
     done: list[Row] = []
     given_up: dict[str, str] = {}
     for tokens in lengths:
@@ -258,7 +258,7 @@ def _operations(tokens: int, settings: Settings) -> tuple[list[Candidate], Pace]
     q, k, v = torch.randn(shape, generator=generator, device=settings.device).to(settings.dtype)
 
     def step(operation: Callable[[AttentionOperator, Tensor], object]) -> Step:
-        # Anew: an operator remembers the sums of its rows.
+        # A new operator each time, since an operator remembers the sums of its rows.
         return torch.no_grad()(lambda: operation(AttentionOperator(q, k), v))
 
     found = [Candidate(name, partial(step, made), baseline=name == "A v") for name, made in OPERATIONS.items()]
@@ -267,9 +267,9 @@ def _operations(tokens: int, settings: Settings) -> tuple[list[Candidate], Pace]
 
 def _readings(tokens: int, settings: Settings) -> tuple[list[Candidate], Pace]:
     subject = llama_subject(1, tokens, settings)
-    # A few of the tokens first: the memory that the first product takes for good is no part of any reading.
+    # A few tokens first: the first product takes memory for good, which must not count in a reading.
     words: Tensor = subject.batch["input_ids"]
     forward(replace(subject, batch={**subject.batch, "input_ids": words[:, :FEW]}), 1)
-    # A call takes seconds in the end; reading its memory is warm-up enough.
+    # Long calls take seconds; reading the memory of one is warm-up enough.
     pace = settings.pace(steps=1, refresh=0, repetitions=3 if tokens <= 8192 else 1)
     return candidates(subject, 1, {"measure": WITH_ATTENTION}, "by whole matrices"), replace(pace, warm_up=0)

@@ -1,4 +1,4 @@
-"""Results as CSV: the file's name and its columns say how they came about."""
+"""Results as CSV. The file's name and its columns say how they were measured."""
 
 import csv
 import io
@@ -19,14 +19,14 @@ Row = dict[str, Any]
 
 
 def hardware(device: str, *, toy: bool = False) -> str:
-    """The GPU's name, or the kind of CPU; at toy size a figure means nothing, and it says so."""
+    """The GPU's name, or the kind of CPU. It says so if figures are at toy size and mean nothing."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU{', toy size' if toy else ''}"
 
 
 def versions() -> str:
-    """Of Python, PyTorch and CUDA, and of what else the figures depend on where it is installed."""
+    """The versions of Python, PyTorch, CUDA and other installed packages that the figures depend on."""
     found = [f"python {platform.python_version()}, torch {torch.__version__}, cuda {torch.version.cuda}"]
     for package in ("timm", "transformers", "triton"):
         with suppress(PackageNotFoundError):
@@ -35,12 +35,12 @@ def versions() -> str:
 
 
 def provenance(device: str, command: str, *, toy: bool = False) -> Row:
-    """What every row says of how it came about."""
+    """The columns that say how a row was measured."""
     return {"device": hardware(device, toy=toy), "versions": versions(), "command": command}
 
 
 def file_name(stem: str, device: str, dtype: str, *labels: str) -> str:
-    """All of a file's name, so that none needs to be given one by hand: device, dtype, versions, labels."""
+    """A file name made of the stem, device, dtype, versions and labels."""
     on_gpu = torch.device(device).type == "cuda"
     parts = [stem, slug(hardware(device)) if on_gpu else "cpu", dtype, f"torch{torch.__version__.split('+')[0]}"]
     parts += [f"cuda{torch.version.cuda}" if on_gpu else "", *map(slug, labels)]
@@ -48,12 +48,12 @@ def file_name(stem: str, device: str, dtype: str, *labels: str) -> str:
 
 
 def slug(text: str) -> str:
-    """Small letters and digits, with a dash between words."""
+    """Lower-case letters and digits, with dashes between words."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def command(program: str, given: Sequence[str], *, without: str = "--results") -> str:
-    """What was measured, as a command; where the file went is not part of it."""
+    """The command that was run, without the option that names the file."""
     kept = [word for word in given if not word.startswith(f"{without}=")]
     if without in kept:
         position = kept.index(without)
@@ -62,7 +62,7 @@ def command(program: str, given: Sequence[str], *, without: str = "--results") -
 
 
 def write_rows(path: Path, rows: Sequence[Row], shared: Mapping[str, Any]) -> Path:
-    """One CSV of all rows, each with what they share; what a row does not have stays empty."""
+    """Write all rows as one CSV, each with the shared columns. Missing values stay empty."""
     columns = list(dict.fromkeys([name for row in rows for name in row] + list(shared)))
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, fieldnames=columns, restval="", lineterminator="\n")

@@ -1,4 +1,4 @@
-"""Runs groups of tables one after another, writes their CSV as they grow, and sums them up."""
+"""Runs groups of tables one after another, writes their CSV as they grow, and prints a summary."""
 
 import sys
 import time
@@ -20,10 +20,10 @@ from acutance.lab.bench.timing import Settings, Table, free
 HEADINGS = {"heading": "", "images_per_s": "images/s", "ratio": "÷ baseline (quartiles)", "peak_mib": "peak MiB"}
 HEADINGS |= {"memory_ratio": "memory ÷ baseline", "flops_ratio": "FLOPs ÷ baseline", "floor_ms": "floor ms"}
 HEADINGS |= {"times_floor": "÷ floor", "share_percent": "% of training", "every_for_2_percent": "2 % from every"}
-HEADINGS |= {"note": ""}  # others are called as they are
+HEADINGS |= {"note": ""}  # other columns keep their names
 COLUMNS = ("tokens", "variant", "mode", "ms", *list(HEADINGS)[1:])
 WORDS = ("heading", "variant", "mode", "note")
-# A group is a file; what it measures stands in its module.
+# A group is a file. Its module says what it measures.
 GROUPS: dict[str, Callable[[Settings], Iterable[Table]]] = {
     "steps-32": partial(steps.tables, name="steps-32"),
     "steps-224": partial(steps.tables, name="steps-224"),
@@ -41,7 +41,7 @@ GROUPS: dict[str, Callable[[Settings], Iterable[Table]]] = {
 
 
 def chosen_groups(only: str | None) -> list[str]:
-    """Groups by name, with commas between; `steps`, `end-to-end` and `long` are all that begin so."""
+    """Groups by name, with commas between. `steps`, `end-to-end` and `long` select all groups that begin so."""
     if only is None:
         return list(GROUPS)
     found: list[str] = []
@@ -55,10 +55,10 @@ def chosen_groups(only: str | None) -> list[str]:
 
 
 def run_groups(names: Sequence[str], settings: Settings, out: Path, console: Console) -> list[Path]:
-    """Write every group's CSV, again after each repetition, and print its tables; a summary of all comes last."""
+    """Write every group's CSV after each repetition, print its tables, and finally a summary of all."""
     written: list[Path] = []
     everything: list[Row] = []
-    # The variants share their code, and each is compiled for itself.
+    # The variants share code, and each is compiled by itself.
     with torch._dynamo.config.patch(recompile_limit=64):
         for name in names:
             command = f"acutance bench --only {name}{settings.options}"
@@ -80,7 +80,7 @@ def run_groups(names: Sequence[str], settings: Settings, out: Path, console: Con
 
 
 def _grown(title: str, growing: Iterable[list[Row]]) -> Iterator[list[Row]]:
-    """The table's rows so far; if it fails they stay, and a line says why."""
+    """The table's rows so far. If the table fails, they stay and a line says why."""
     start = time.perf_counter()
     print(f"{title} …", file=sys.stderr, flush=True)
     rows: list[Row] = []
@@ -88,14 +88,14 @@ def _grown(title: str, growing: Iterable[list[Row]]) -> Iterator[list[Row]]:
         for found in growing:
             rows = [{"table": title, **row} for row in found]
             yield rows
-    except Exception as error:  # whatever it is, the other tables get their turn
+    except Exception as error:  # the other tables still run
         traceback.print_exc()
         yield [*rows, {"table": title, "variant": "", "note": f"stopped: {first_line(error)}"}]
     print(f"{title}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
 
 
 def headlines(rows: Sequence[Row]) -> Picture:
-    """One line per variant of a table: its fastest mode, at its most tokens."""
+    """One line per variant of a table: its fastest mode at the largest number of tokens."""
     timed = sorted((row for row in rows if "ms" in row), key=lambda row: (row.get("tokens", 0), -float(row["ms"])))
     best = {(row["table"], row["variant"]): row for row in timed}  # the last one stays
     shown, title = [], ""
@@ -107,7 +107,7 @@ def headlines(rows: Sequence[Row]) -> Picture:
 
 
 def picture(title: str, rows: Sequence[Row], columns: Sequence[str] = COLUMNS) -> Picture:
-    """The medians, the ratios with their quartiles, and what else a row has."""
+    """A table of medians, ratios with quartiles, and a row's other columns."""
     drawn = Picture(title=escape(title), title_justify="left", title_style="bold")
     shown = [name for name in columns if any(row.get(name) for row in rows)]
     for name in shown:

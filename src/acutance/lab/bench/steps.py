@@ -1,4 +1,4 @@
-"""What NeuTRENO and a chosen spectrum cost a ViT: steps, training end to end, augmentation, the paper's efficiency."""
+"""The cost of NeuTRENO and of a chosen spectrum in a ViT: steps, end to end, augmentation, the paper's efficiency."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ TOY: dict[str, Any] = {"image_size": 8, "patch_size": 4, "dim": 48, "depth": 2, 
 TOY_TIMM = {"img_size": 8, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 10}
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")  # modes that replay CUDA graphs
 NO_TIMM = "timm is not installed: the baseline is our own plain ViT"
-# Bases of a spectrum. Those that call a library come last: a failed capture into a CUDA graph may break others.
+# Bases of a spectrum. Those that call a library come last, since a failed capture of a CUDA graph may break others.
 BASES = ("polar", "cayley", "householder", "qr", "inverse")
 PLAIN = "normalise alone"
 AUGMENTS = {
@@ -38,7 +38,7 @@ AUGMENTS = {
     "DeiT": DEIT_SMALL_IMAGES,
 }
 BATCHES = (256, 512, 1024, 2048)  # end to end
-LAUNCHED = 1024  # at this size without recording too, to see what that gives
+LAUNCHED = 1024  # at this size also without a CUDA graph, to see its gain
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ SHAPES = {
 
 
 def shape_for(name: str, settings: Settings) -> Shape:
-    """A shape by name; on the CPU at toy size."""
+    """A shape by name; at toy size on the CPU."""
     shape = SHAPES[name]
     if settings.on_gpu:
         return shape
@@ -86,7 +86,7 @@ def _rows(shape: Shape, training: bool, settings: Settings) -> Iterator[list[Row
 
 
 def candidates(shape: Shape, training: bool, settings: Settings, *, timm: bool) -> list[Candidate]:
-    """The plain models first; a variant with one row is timed in the mode with the least overhead."""
+    """The plain models first. A variant with only one row is timed in the mode with the least overhead."""
     modes, least = settings.modes, settings.modes[-1:]
     every = (*modes, "max-autotune") if settings.max_autotune and settings.on_gpu else modes
     neutreno = partial(shape.ours, mitigation=NEUTRENO)
@@ -107,12 +107,12 @@ def candidates(shape: Shape, training: bool, settings: Settings, *, timm: bool) 
 def in_modes(
     variant: str, made: Callable[[str], Step], modes: Sequence[str], *, baseline: bool = False
 ) -> list[Candidate]:
-    """A row for each mode of `torch.compile`."""
+    """A candidate for each mode of `torch.compile`."""
     return [Candidate(variant, partial(made, mode), mode, baseline, static=mode in WITH_GRAPHS) for mode in modes]
 
 
 def timm_model(shape: Shape) -> nn.Module:
-    """The baseline."""
+    """timm's model of this shape."""
     import timm
 
     model: nn.Module = timm.create_model(**shape.timm)
@@ -135,7 +135,7 @@ def classified(shape: Shape, settings: Settings) -> tuple[Tensor, Tensor]:
 
 
 def eigen_tables(settings: Settings) -> Iterator[Table]:
-    """A training step of ViT-Ti⁻ against ViT-Ti in every mode, the one with the least overhead first."""
+    """A training step of ViT-Ti⁻ against ViT-Ti in every mode; the mode with the least overhead comes first."""
     shape = shape_for("steps-32", settings)
     for mode in settings.modes[::-1]:
         found = []
@@ -147,7 +147,7 @@ def eigen_tables(settings: Settings) -> Iterator[Table]:
 
 
 def end_to_end_tables(settings: Settings, batch: int) -> list[Table]:
-    """The recipe for CIFAR-100 by the loop's own step: images are drawn, augmented and learnt from."""
+    """The recipe for CIFAR-100 by the loop's own step: draw images, augment them, train on them."""
     batch = batch if settings.on_gpu else 8
     rows = _image_rows(end_to_end_candidates(batch, settings), batch, settings)
     return [(f"{shape_for('steps-32', settings).title}, end to end, batch {batch}", rows)]
@@ -161,7 +161,7 @@ def _image_rows(candidates: Sequence[Candidate], batch: int, settings: Settings)
 
 
 def end_to_end_candidates(batch: int, settings: Settings) -> list[Candidate]:
-    """Plain and with the term; on the CPU nothing can be recorded."""
+    """Plain and NeuTRENO, with and without a CUDA graph; on the CPU only without."""
     ways = ((True, False) if batch == LAUNCHED else (True,)) if settings.on_gpu else (False,)
     found = []
     for recorded, spec in product(ways, (None, NEUTRENO)):
@@ -172,7 +172,7 @@ def end_to_end_candidates(batch: int, settings: Settings) -> list[Candidate]:
 
 
 def end_to_end_step(batch: int, spec: str | None, recorded: bool, settings: Settings) -> Step:
-    """A step of the recipe's training, on random images of CIFAR-100's number and size."""
+    """A step of the recipe's training, on as many random images as CIFAR-100 has, of its size."""
     recipe = recipes.load("cifar100")
     toy = {} if settings.on_gpu else {"dim": 48, "depth": 2}
     loop = replace(recipe.loop, batch_size=batch, graph=recorded, strategy="single")
@@ -187,14 +187,14 @@ def end_to_end_step(batch: int, spec: str | None, recorded: bool, settings: Sett
 
 
 def random_images(settings: Settings) -> Images:
-    """Bytes of CIFAR-100's number and size, on the CPU."""
+    """Random bytes in the number and size of CIFAR-100's images, on the CPU."""
     draw, number = partial(torch.randint, generator=torch.Generator().manual_seed(0)), 50_000 if settings.on_gpu else 64
     pixels, labels = draw(256, (number, 3, 32, 32), dtype=torch.uint8), draw(100, (number,))
     return Images("random images", pixels, labels, tuple(map(str, range(100))), mean=(0.5,) * 3, std=(0.25,) * 3)
 
 
 def augment_tables(settings: Settings) -> Iterator[Table]:
-    """DeiT's augmentation on the device, and parts of it: every batch is taken anew, with parameters of its own."""
+    """DeiT's augmentation on the device, and parts of it. Every step draws a new batch with new parameters."""
     batch = 1024 if settings.on_gpu else 16
     for mode in ("eager", "default")[: 1 + settings.on_gpu]:
         steps = {name: partial(augment_step, config, batch, settings, mode) for name, config in AUGMENTS.items()}
@@ -218,9 +218,9 @@ def augment_step(config: AugmentConfig, batch: int, settings: Settings, mode: st
 
 
 def efficiency_tables(settings: Settings) -> list[Table]:
-    """FLOPs, memory and time at inference (https://arxiv.org/abs/2312.00751, appendix G.4), as PyTorch runs it."""
+    """FLOPs, memory and time at inference without compiling (https://arxiv.org/abs/2312.00751, appendix G.4)."""
     shape = shape_for("steps-224", settings)
-    if settings.on_gpu:  # so large that launching the kernels takes less time than they take
+    if settings.on_gpu:  # so large that kernels take longer than their launches
         shape = replace(shape, batch=1024)
     title = f"efficiency of {shape.title}, batch {shape.batch}, inference, not compiled"
     return [(title, _efficiency_rows(shape, settings))]

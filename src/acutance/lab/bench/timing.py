@@ -1,6 +1,6 @@
-"""Paired timing: variants take turns beside a baseline in one process, and ratios are taken within the pairs.
+"""Paired timing: variants take turns with a baseline in one process, and ratios are taken within pairs.
 
-What drifts (clocks, heat, other work on the machine) then reaches both of a pair alike.
+Drift (clocks, heat, other work on the machine) then affects both of a pair alike.
 """
 
 import gc
@@ -23,26 +23,26 @@ from acutance.lab.bench.results import Row
 
 MIB = 2**20
 Step = Callable[[], object]
-Table = tuple[str, Iterable[list[Row]]]  # a title, and all the rows there are so far, again and again
+Table = tuple[str, Iterable[list[Row]]]  # a title, and all rows so far, repeatedly
 
 
-def _never(*_: Any) -> bool:  # always this one: compiled code is guarded on which function decides
+def _never(*_: Any) -> bool:  # one function for all, since compiled code is guarded on its identity
     return False
 
 
-# Around a step or a block: the reference models compute attention by the operator, as they do without the kernel.
+# Around a step or a block: the reference models compute attention as they do where the kernel is not available.
 unfused = mock.patch.object(packed, "is_available", _never)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How often everything is done."""
+    """How often everything is repeated."""
 
     repetitions: int  # of the whole round of pairs
     steps: int  # timed together in one repetition
-    warm_up: int = 4  # steps before anything is timed: compiling and capturing happen there
+    warm_up: int = 4  # steps before anything is timed, which compile and capture
     refresh: int = 2  # untimed steps before each timing, which bring a variant's weights back into the caches
-    calls: int = 1  # how often one step does the work; the figures are of one call
+    calls: int = 1  # how often one step does the work; figures are per call
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Unlike any other's in its comparison."""
+        """A name that is unique in its comparison."""
         return f"{self.variant}, {self.mode}" if self.mode else self.variant
 
 
 def repeat(step: Step, times: int) -> None:
-    """One after another."""
+    """Run a step this many times."""
     for _ in range(times):
         step()
 
 
 def seconds_per_step(step: Step, steps: int, device: str) -> float:
-    """CUDA events around all the steps, so that the queue stays full as it does in training."""
+    """Seconds per step, by CUDA events around all steps together, so that the queue stays full as in training."""
     if torch.device(device).type == "cpu":
         start = time.perf_counter()
         repeat(step, steps)
@@ -84,7 +84,7 @@ def seconds_per_step(step: Step, steps: int, device: str) -> float:
 
 
 def peak_mib(step: Step, device: str) -> float | None:
-    """The allocator's peak in one step, above what is resident before it; None on the CPU."""
+    """The allocator's peak in one step, above the memory in use before it; None on the CPU."""
     if torch.device(device).type == "cpu":
         return None
     torch.cuda.synchronize()
@@ -105,7 +105,7 @@ def resident_peak_bytes() -> int:
 
 
 def paired(step: Step, baseline: Step, pace: Pace, device: str) -> Iterator[tuple[float, float]]:
-    """Seconds a call of a variant and of the baseline right beside it, which is first and last by turns."""
+    """Seconds per call of a variant and of the baseline right before or after it, in alternating order."""
     for repetition in range(pace.repetitions):
         if repetition % 2 == 0:
             plain, mine = timed(baseline, pace, device), timed(step, pace, device)
@@ -115,16 +115,16 @@ def paired(step: Step, baseline: Step, pace: Pace, device: str) -> Iterator[tupl
 
 
 def timed(step: Step, pace: Pace, device: str) -> float:
-    """Seconds a call, the caches warm."""
+    """Seconds per call with warm caches."""
     repeat(step, pace.refresh)
     return seconds_per_step(step, pace.steps, device) / pace.calls
 
 
 def compare(candidates: Sequence[Candidate], pace: Pace, device: str) -> Iterator[list[Row]]:
-    """The rows there are so far, after every repetition.
+    """The rows so far, after every repetition.
 
-    The fastest baseline is chosen first. Then one candidate after another is made ready and timed beside it. One that
-    cannot run is a row that says why.
+    The fastest baseline is chosen first. Then each candidate in turn is prepared and timed against it. A candidate that
+    cannot run gets a row that says why.
     """
     entries = [_Entry(candidate, pace, device) for candidate in candidates]
     baselines = [entry for entry in entries if entry.candidate.baseline]
@@ -145,13 +145,13 @@ def compare(candidates: Sequence[Candidate], pace: Pace, device: str) -> Iterato
     for entry in entries:
         if entry is not fastest:
             yield from (rows() for _ in entry.timed_beside(fastest.step))
-    if not any(entry.pairs for entry in entries):  # alone, the baseline is its own pair
+    if not any(entry.pairs for entry in entries):  # a baseline alone is timed against itself
         yield from (rows() for _ in fastest.timed_beside(fastest.step))
 
 
 @dataclass
 class _Entry:
-    """A candidate, and what is known of it so far."""
+    """A candidate, and its measurements so far."""
 
     candidate: Candidate
     pace: Pace
@@ -159,14 +159,14 @@ class _Entry:
     step: Any = None  # a Step, once it is prepared
     peak: float | None = None
     pairs: list[tuple[float, float]] = field(default_factory=list)
-    failed: str = ""  # not the error, whose traceback keeps memory alive
+    failed: str = ""  # a message, not the error, whose traceback keeps memory alive
 
     def prepare(self) -> None:
-        """Build it, warm it up and read its memory, once."""
+        """Build it, warm it up and measure its memory, once."""
         if self.step is not None or self.failed:
             return
         start = time.perf_counter()
-        gc.collect()  # what failed before may still hold memory
+        gc.collect()  # a failed candidate may still hold memory
         with self._noting_failure():
             step = self.candidate.make()
             repeat(step, self.pace.warm_up)
@@ -188,7 +188,7 @@ class _Entry:
             yield
 
     def row(self, plain: Sequence[tuple[float, float]] | None, plain_peak: float | None) -> Row:
-        """Plain: the baseline's own timings, None for all others."""
+        """A row of results; `plain` are the timings of the baseline if this is it."""
         found = Row(variant=self.candidate.variant, mode=self.candidate.mode)
         if plain:
             found |= {**figures(plain), "ratios": "", "note": "the baseline"}
@@ -203,7 +203,7 @@ class _Entry:
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """Whatever fails inside concerns this candidate alone; the others are still timed."""
+        """An error inside only affects this candidate; the others are still timed."""
         try:
             yield
         except Exception as error:
@@ -216,7 +216,7 @@ class _Entry:
 
 
 def figures(pairs: Sequence[tuple[float, float]]) -> Row:
-    """Milliseconds and ratios of (seconds, seconds of the baseline beside it), one pair per repetition."""
+    """Milliseconds and ratios from pairs (seconds, the baseline's seconds), one per repetition."""
     ratios = [mine / plain for mine, plain in pairs]
     found = spread("ms", [1e3 * mine for mine, _ in pairs], ".4f") | spread("ratio", ratios, ".4f")
     return found | {"ratios": " ".join(f"{ratio:.4f}" for ratio in ratios), "timings": len(pairs)}
@@ -231,11 +231,11 @@ def spread(name: str, values: Sequence[float], spec: str) -> Row:
 
 @dataclass(frozen=True)
 class Settings:
-    """Where and how long; on the CPU everything has toy size and nothing is compiled."""
+    """Where and how long to measure. On the CPU everything has toy size and nothing is compiled."""
 
     device: str
     quick: bool = False
-    max_autotune: bool = False  # timm's ViT in that mode of torch.compile too
+    max_autotune: bool = False  # also time timm's ViT in that mode of torch.compile
 
     @property
     def options(self) -> str:
@@ -251,20 +251,20 @@ class Settings:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """Of `torch.compile`, in the order in which they are tried; the memory is read in the first."""
+        """The modes of `torch.compile`, in the order in which they are tried. Memory is measured in the first."""
         return ("default", "reduce-overhead") if self.on_gpu else ("eager",)
 
     def pace(self, *, steps: int = 12, refresh: int = 2, repetitions: int = 7, calls: int = 1) -> Pace:
-        """So often on a GPU, a third of it when quick, and as little as can be on the CPU."""
+        """The pace on a GPU, about a third of it if quick, and the least possible on the CPU."""
         if not self.on_gpu:
             return Pace(repetitions=2, steps=1, warm_up=1, refresh=0, calls=calls)
-        if self.quick:  # of two repetitions there would be no spread: rather four shorter ones
+        if self.quick:  # four short repetitions, since two would give no spread
             repetitions, steps = min(repetitions, 4), -(-steps // 2)
         return Pace(repetitions, steps, warm_up=2 * refresh + 1, refresh=refresh, calls=calls)
 
 
 def free() -> None:
-    """Compiled code, the pools of CUDA graphs and cached memory of what came before."""
+    """Free compiled code, the pools of CUDA graphs and cached memory."""
     torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
@@ -279,7 +279,7 @@ def training_step(
     mode: str = "eager",
     dtype: torch.dtype = torch.float32,
 ) -> Step:
-    """Forward in autocast, backward and fused AdamW, with no wait for the device in between."""
+    """Forward in autocast, backward and fused AdamW, without waiting for the device."""
     model = model.to(inputs[0].device).train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=inputs[0].is_cuda)
     loss = _forward(model, inputs, loss_of, mode, dtype)
@@ -295,7 +295,7 @@ def training_step(
 def inference_step(
     model: nn.Module, inputs: Sequence[Tensor], *, mode: str = "eager", dtype: torch.dtype = torch.float32
 ) -> Step:
-    """A forward pass without gradients in autocast."""
+    """A forward pass in autocast, without gradients."""
     model = model.to(inputs[0].device).eval()
     return torch.no_grad()(_forward(model, inputs, lambda out: out, mode, dtype))
 
@@ -303,11 +303,11 @@ def inference_step(
 def _forward(
     model: nn.Module, inputs: Sequence[Tensor], then: Callable[[Any], Any], mode: str, dtype: torch.dtype
 ) -> Callable[[], Any]:
-    """The model in autocast, by `torch.compile` in this mode; `eager` is as it is."""
+    """The model in autocast, compiled in this mode; `eager` does not compile."""
     run: Any = model if mode == "eager" else torch.compile(model, dynamic=False, mode=mode)
 
     def call() -> Any:
-        torch.compiler.cudagraph_mark_step_begin()  # the models take turns: none may count on another's memory
+        torch.compiler.cudagraph_mark_step_begin()  # models take turns: none may rely on memory from before
         with torch.autocast(inputs[0].device.type, dtype=dtype, enabled=dtype != torch.float32):
             return then(run(*inputs))
 

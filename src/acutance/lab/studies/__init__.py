@@ -1,4 +1,4 @@
-"""Experiments behind the statements: layers repeated, kernels inspected, networks made very deep, real ones read."""
+"""Experiments behind the statements: repeated layers, learnt kernels, very deep networks, real language models."""
 
 from acutance.lab.studies.depth import DepthConfig, DepthStudy, depth_study
 from acutance.lab.studies.kernel import KernelAssumptions, KernelStudy, kernel_assumptions, kernel_study

@@ -1,6 +1,6 @@
 """How smoothing grows with depth at random initialisation, up to 96 layers and beyond, on real digits.
 
-A network of 12 layers at initialisation is the beginning of one of 96: one per variant and seed is read at every depth.
+At initialisation, a network of 12 layers is the beginning of one of 96, so one network per variant and seed is enough.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class DepthConfig:
     """DeiT-tiny's width on 8×8 digits: 16 patches and a class token."""
 
     depths: tuple[int, ...] = (12, 48, 96)
-    inits: tuple[Init, ...] = ("deit", "xavier")  # σ = 0.02 everywhere; or variance 2/(fan in + fan out)
+    inits: tuple[Init, ...] = ("deit", "xavier")  # σ = 0.02 everywhere; variance 2/(fan in + fan out)
     dim: int = 192
     heads: int = 3
     patch_size: int = 2
@@ -72,7 +72,7 @@ class DepthStudy:
         return {key: merge(profiles) for key, profiles in self.runs.items()}
 
     def to_frame(self) -> DataFrame:
-        """One row per init, variant, seed and layer (0 is the input), a column per metric: its mean over samples."""
+        """One row per init, variant, seed and layer (0 is the input); a column per metric, the mean over samples."""
         rows = [
             {"init": init, "variant": variant, "seed": seed, "layer": layer}
             | {name: float(profile[name][layer]) for name in METRICS}
@@ -83,7 +83,7 @@ class DepthStudy:
         return data_frame(rows)
 
     def summary(self) -> list[dict[str, Any]]:
-        """One row per init, variant and depth (0 is the input): mean and spread over seeds of every metric."""
+        """One row per init, variant and depth (0 is the input), with every metric's mean and spread over seeds."""
         rows = []
         for ((init, variant), profile), depth in product(self.merged().items(), (0, *sorted(self.config.depths))):
             found = (r for name in METRICS for r in profile.select(name) if r.layer == depth)
@@ -92,7 +92,7 @@ class DepthStudy:
         return rows
 
     def table(self) -> FittedTable:
-        """‖HFC‖/‖LFC‖ at every depth asked for, and the token cosine at the largest."""
+        """‖HFC‖/‖LFC‖ at every requested depth, and the token cosine at the largest."""
         seeds, depths, rows = len(next(iter(self.runs.values()))), (0, *sorted(self.config.depths)), []
         for (init, variant), profile in self.merged().items():
             ratios = {r.layer: r for r in profile.select("hfc_lfc_spectral")}
@@ -128,10 +128,10 @@ def depth_study(
     folder: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> DepthStudy:
-    """Build every variant at its largest depth, untrained, and measure it at every layer.
+    """Build every variant at the largest depth, untrained, and measure it at every layer.
 
-    Every variant has `seeds` networks: the seed decides all weights, the images are always the same. `folder` keeps
-    each finished measurement in `profiles/`, and those of the same configuration are reused.
+    Every variant has `seeds` networks. The seed decides all weights; the images are always the same. `folder` keeps
+    each finished measurement in `profiles/`, and measurements of the same configuration are reused.
     """
     if seeds < 1:
         raise AcutanceError(f"the study needs at least one seed, got {seeds}")
@@ -163,20 +163,20 @@ def depth_study(
 
 
 def random_network(config: DepthConfig, variant: str, init: Init | str, seed: int) -> ViT:
-    """One untrained network; every variant of a seed starts from the same draw of the weights."""
+    """One untrained network. All variants of a seed start from the same random weights."""
     options, spec = VARIANTS[variant]
     torch.manual_seed(seed)
     size = {"dim": config.dim, "depth": max(config.depths), "heads": config.heads, "patch_size": config.patch_size}
     model = vit_digits(**size, **options)
     if init == "xavier":
         draw_xavier(model)
-    if spec is not None:  # not before: an eigen starts from the weights it finds
+    if spec is not None:  # last, since an eigen starts from the weights it finds
         model.install(parse(spec))
     return model
 
 
 def draw_xavier(model: nn.Module) -> None:
-    """Draw the weights of all linear layers anew, with variance 2/(fan in + fan out)."""
+    """Redraw the weights of all linear layers, with variance 2/(fan in + fan out)."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)

@@ -1,7 +1,7 @@
 """Are learnt affinities a symmetric positive definite kernel, as NeuTRENO (https://arxiv.org/abs/2312.00751) assumes?
 
-Theorem 1 needs the affinity k(x, y) only through k + kᵀ, and takes exp(k_i·k_j/√d), a symmetric positive definite
-kernel. A learnt exp(q_i·k_j/√d) is neither by construction. Table 4's alignment says how much that matters.
+Theorem 1 depends on the affinity k(x, y) only through k + kᵀ, and assumes exp(k_i·k_j/√d), a symmetric positive
+definite kernel. A learnt exp(q_i·k_j/√d) need be neither. Table 4's alignment says how much that matters.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from acutance.sites.structure import bare_module, refuse_sharded
 
 MEASURES = ("logits_asymmetry", "logits_negative", "kernel_asymmetry", "kernel_negative")
 PERMUTED = tuple(f"{name}_permuted" for name in MEASURES)
-# exp(q·k) and permuted entries have no low rank: they need the matrix, of at most so many evenly spaced tokens.
+# exp(q·k) and permuted entries have no low rank, so they need the matrix, of at most this many evenly spaced tokens.
 MOST_TOKENS = 512
-# What varies less than this is constant up to rounding in float32 (an exactly symmetric kernel), and has no ranks.
+# Values that vary less are constant up to rounding in float32 (an exactly symmetric kernel), and have no ranks.
 ROUNDING = 1e-4
 # Table 4's alignment by the model's attention, on training and on test images of ImageNet.
 PAPER: Mapping[str, Mapping[str, float]] = {
@@ -50,7 +50,7 @@ PAPER: Mapping[str, Mapping[str, float]] = {
 BATCH, TEXT_BATCH = 64, 4
 SHOWN = ("kernel_asymmetry", "kernel_negative")
 WEIGHTS = ("weights_asymmetry", "weights_negative")
-# The rows of the table: where a row of `KernelStudy.summary` has them.
+# The rows of the table, and their keys in a row of `KernelStudy.summary`.
 FIGURES = {
     "alignment": ("alignment",),
     "asymmetry of exp(q·k/√d)": ("kernel_asymmetry",),
@@ -92,22 +92,22 @@ def negative_share(left: Tensor, right: Tensor) -> Tensor:
 
 
 def permuted(S: Tensor, pairs: Tensor, generator: torch.Generator) -> Tensor:
-    """S (samples, heads, N, N) with its entries in random order: what is left of a measure then is chance.
+    """S (samples, heads, N, N) with its entries in random order. A measure of it shows what chance gives.
 
-    The entries marked in `pairs` (samples, N, N) change places among themselves; the others, which must all be the
-    same, stay. Heads of a sample share their order. The generator is on the CPU.
+    The entries marked in `pairs` (samples, N, N) are permuted among themselves. The others must all be equal, and stay.
+    Heads of a sample share the order. The generator is on the CPU.
     """
     inside, entries = pairs.flatten(-2), S.flatten(-2)
     noise = torch.rand(inside.shape, generator=generator).to(S.device)
-    drawn = (noise + ~inside).argsort(-1)  # the entries inside come first, in random order
-    places = (~inside).byte().argsort(dim=-1, stable=True)  # the same in their own order
+    drawn = (noise + ~inside).argsort(-1)  # the marked entries first, in random order
+    places = (~inside).byte().argsort(dim=-1, stable=True)  # the same entries in their own order
     drawn, places = (index.unsqueeze(1).expand_as(entries) for index in (drawn, places))
     return torch.empty_like(entries).scatter(-1, places, entries.gather(-1, drawn)).view_as(S)
 
 
 def _negative(eigenvalues: Tensor) -> Tensor:
     size = eigenvalues.abs()
-    # What rounding makes of zeros is no negative mass.
+    # Zeros that are negative by rounding do not count.
     negative = (eigenvalues < -1e-12 * size.amax(-1, keepdim=True)) * size
     return negative.sum(-1) / size.sum(-1)
 
@@ -116,13 +116,13 @@ def _negative(eigenvalues: Tensor) -> Tensor:
 class KernelAssumptions:
     """Per sample, layer and head, how far the affinities are from what Theorem 1 assumes.
 
-    Asymmetry is ‖S − Sᵀ‖_F / ‖S + Sᵀ‖_F: 0 for a symmetric matrix, about 1 for one without any symmetry. Negative is
-    the negative eigenvalues' share in Σ|eigenvalues| of S + Sᵀ: 0 if positive definite, ½ if there is no preference.
-    `logits` is S = q kᵀ, `kernel` is exp(S/√d), `weights` is the form W_QᵀW_K by itself (biases, and rotations by
-    position, left out). `permuted` is the same entries in random order: what a matrix without any structure gives.
+    Asymmetry is ‖S − Sᵀ‖_F / ‖S + Sᵀ‖_F: 0 for a symmetric matrix, about 1 for one without symmetry. Negative is the
+    negative eigenvalues' share in Σ|eigenvalues| of S + Sᵀ: 0 if positive definite, ½ without a preferred sign.
+    `logits` is S = q kᵀ, `kernel` is exp(S/√d), and `weights` is the form W_QᵀW_K without biases or rotary positions.
+    `permuted` has the same entries in random order, as a matrix without structure.
 
-    All are about the affinities before a mask. Of a causal model half of them are never used, nor were they trained.
-    The alignment is of the gradients over the pairs that are used.
+    All of these describe the affinities before a mask. A causal model never uses or trains half of them. The alignment
+    compares the gradients over the pairs that are used.
     """
 
     samples: dict[str, NDArray[np.float64]]  # MEASURES, PERMUTED and alignment, each (layers, samples, heads)
@@ -137,8 +137,8 @@ class KernelAssumptions:
     def correlations(self) -> dict[str, float]:
         """Spearman's rank correlation of every measure with the alignment, over layers × samples × heads.
 
-        Negative: the further from the assumption, the worse the alignment. NaN if one of the two does not vary.
-        Pooled like this it mixes in how both change with depth; `layer_correlations` does not.
+        Negative means: the further from the assumption, the worse the alignment. NaN if one of the two does not vary.
+        The pooled correlation also includes how both change with depth; `layer_correlations` does not.
         """
         return {name: _correlation(self.samples[name], self.alignment) for name in MEASURES}
 
@@ -148,7 +148,7 @@ class KernelAssumptions:
         return {name: np.array([_correlation(*layer) for layer in layers]) for name, layers in pairs.items()}
 
     def rows(self) -> Iterator[dict[str, float]]:
-        """One row per layer and head, means over samples; layers and heads are numbered from 1."""
+        """One row per layer and head with means over samples. Layers and heads are numbered from 1."""
         means = {name: values.mean(1) for name, values in self.samples.items()}
         means |= {name: getattr(self, name) for name in WEIGHTS}
         for layer, head in np.ndindex(self.weights_asymmetry.shape):
@@ -162,10 +162,10 @@ class KernelAssumptions:
 def kernel_assumptions(model: nn.Module, batches: Iterable[Any], *, progress: str | None = None) -> KernelAssumptions:
     """How far a model's learnt affinities are from symmetric and from positive definite, per layer and head.
 
-    The model is any that `acutance.sites.find` knows, with softmax self-attention, causal or not; batches are as for
-    `measure`. Padding does not count, and packed documents are samples of their own, refused where the model lets them
-    see each other. Entries are permuted with a fixed seed: the same call gives the same figures. `progress` is the
-    title of a progress bar.
+    The model may be any that `acutance.sites.find` knows, with softmax self-attention, causal or not. Batches are as
+    for `measure`. Padding does not count. Packed documents are separate samples, and refused if the model lets them see
+    each other. Entries are permuted with a fixed seed, so the same call gives the same figures. `progress` is the title
+    of a progress bar.
     """
     bare = bare_module(model)
     refuse_sharded(bare, "kernel_assumptions")
@@ -184,7 +184,7 @@ class AssumptionReader(Visitor):
 
     def __init__(self) -> None:
         self.needs = {"attend": EVERY}
-        self.samples = TokenLayout()  # of the batch that runs now
+        self.samples = TokenLayout()  # of the current batch
         self.generator = torch.Generator().manual_seed(0)
         self.layers: dict[int, dict[str, list[Tensor]]] = {}
 
@@ -205,7 +205,7 @@ def _measures(record: AttentionCall, samples: TokenLayout, generator: torch.Gene
     if counts is None:
         counts = torch.ones(1, 1, dtype=torch.bool, device=A.device)
     counts = counts.expand(A.shape[0], A.shape[2])
-    # A token of zeros has logits of zero, which no measure of the logits sees.
+    # A token of zeros has zero logits, which do not affect any measure of the logits.
     q, k = (
         require_finite(x.double() * counts[:, None, :, None], f"layer {record.layer}: {name}")
         for x, name in ((A.q, "q"), (repeat_heads(A.k, A.heads), "k"))
@@ -223,7 +223,7 @@ def _measures(record: AttentionCall, samples: TokenLayout, generator: torch.Gene
 
 
 def _kernel(logits: Tensor, pairs: Tensor, softcap: float | None) -> Tensor:
-    """exp(logits), divided by its largest entry, which no measure sees; 0, which none sees either, at other pairs."""
+    """exp(logits) divided by its largest entry, and 0 at pairs that do not count. Neither affects any measure."""
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.masked_fill(~pairs.unsqueeze(1), -torch.inf)
@@ -231,7 +231,7 @@ def _kernel(logits: Tensor, pairs: Tensor, softcap: float | None) -> Tensor:
 
 
 def _of_weights(site: sites.AttentionSite) -> NDArray[np.float64]:
-    """Asymmetry and negative share (2, heads) of W_QᵀW_K, exact; NaN for a library that keeps them elsewhere."""
+    """Asymmetry and negative share (2, heads) of W_QᵀW_K, exact; NaN if W_Q and W_K cannot be read."""
     try:
         query, key = site.query_weight().detach(), site.key_weight().detach()
     except AcutanceError:
@@ -255,14 +255,14 @@ def _check(A: AttentionOperator, layer: int) -> None:
     if A.mask is not None and A.mask.is_floating_point():
         adds = (A.mask != 0) & (A.mask > HIDDEN)  # eager masks are 0 and the lowest number
         if adds.any():
-            raise AcutanceError(f"layer {layer}: {A!r}: a bias is added to q·k, whose affinities alone are not its own")
+            raise AcutanceError(f"layer {layer}: {A!r}: a bias is added to q·k, so q·k alone is not the affinity")
 
 
 @dataclass(frozen=True)
 class KernelStudy:
-    """What `kernel_assumptions` found, by run and by data (train and test images, or the name of a text).
+    """Results of `kernel_assumptions`, by run and by data (train and test images, or the name of a text).
 
-    Runs named alike but for `-seed0`, `-seed1`, … at the end are one variant: its figures are means over the runs with
+    Runs whose names differ only in a final `-seed0`, `-seed1`, … are one variant. Its figures are means over runs with
     their spread (standard deviation).
     """
 
@@ -271,7 +271,7 @@ class KernelStudy:
     versions: Mapping[str, str]
 
     def to_frame(self) -> DataFrame:
-        """One row per run, data, layer and head: the measures and the alignment, means over samples."""
+        """One row per run, data, layer and head with the measures and the alignment, as means over samples."""
         rows = []
         for (run, data), found in self.runs.items():
             by_layer = found.layer_correlations()
@@ -281,10 +281,10 @@ class KernelStudy:
         return data_frame(rows)
 
     def summary(self) -> list[dict[str, Any]]:
-        """One row per variant and data: every figure as mean and spread over runs.
+        """One row per variant and data with every figure's mean and spread over runs.
 
-        `pooled` is the rank correlation with the alignment over layers × samples × heads, `within` the mean over layers
-        of the one over samples × heads.
+        `pooled` is the rank correlation with the alignment over layers × samples × heads. `within` is the mean over
+        layers of the correlation over samples × heads.
         """
         groups: dict[tuple[str, str], list[KernelAssumptions]] = {}
         for (run, data), found in self.runs.items():
@@ -301,7 +301,7 @@ class KernelStudy:
         ]
 
     def table(self) -> FittedTable:
-        """A column per variant: alignment, how far exp(q·k/√d) is from the assumptions, how the two go together."""
+        """A column per variant: alignment, distance of exp(q·k/√d) from the assumptions, and their correlation."""
         paper = "; ".join(f"{name} {row['train']} train, {row['test']} test" for name, row in PAPER.items())
         caption = f"mean ± spread over runs; ρ: rank correlation with alignment. Table 4 (DeiT, ImageNet): {paper}"
         rows = {(data, name): {"data": data, "": name} for data in self.samples for name in FIGURES}
@@ -329,10 +329,10 @@ def kernel_study(
     tokens: int | None = None,
     progress: bool = True,
 ) -> KernelStudy:
-    """Read every model on evenly spaced training and test images of the embedded digits, or on a text.
+    """Measure every model on evenly spaced training and test images of the embedded digits, or on a text.
 
-    Models, by the name of the run, are loaded one at a time; text (a file or folder, in windows of `tokens`) needs what
-    `acutance.io.loading.load_model` returns. `samples` are images of each split, of which Table 4 has 1000, or windows.
+    Models, by the name of their run, are loaded one at a time. Text (a file or folder, in windows of `tokens`) needs
+    models from `acutance.io.loading.load_model`. `samples` counts images of each split (Table 4 has 1000) or windows.
     """
     if not models:
         raise AcutanceError("kernel_study got no models: name at least one run")
@@ -357,11 +357,11 @@ def kernel_study(
 
 
 def models_of(runs: Sequence[str]) -> dict[str, Callable[[], LoadedModel]]:
-    """By the names of folders, or of checkpoints without their ending; model.safetensors is called after its folder."""
+    """Loaders by the name of a folder or checkpoint (without its ending); model.safetensors by its folder's name."""
     paths = [Path(run.removeprefix("hf:").removeprefix("timm:")) for run in runs]
     names = [p.parent.name if p.name == "model.safetensors" else p.name.removesuffix(".safetensors") for p in paths]
     if len(set(names)) < len(names):
-        raise AcutanceError(f"two of these runs have one name: {', '.join(names)}. Rename one of them")
+        raise AcutanceError(f"two of these runs have the same name: {', '.join(names)}. Rename one of them")
     return {name: partial(load_model, run) for name, run in zip(names, runs, strict=True)}
 
 

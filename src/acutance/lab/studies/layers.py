@@ -1,8 +1,8 @@
-"""What every layer's weights say of smoothing, and what its attention and the rest of its block do to a text.
+"""How much each layer of a language model smooths: by its weights, and on a text.
 
 Figures 5 and 2 of Setting the Record Straight (https://arxiv.org/abs/2401.04301) for one language model: the spectra of
-H, and the definitions of over-smoothing by layer. The change of log HFC/LFC across a block is split where the attention
-branch has been added: what comes before is the attention's, what comes after the rest's.
+H, and the definitions of over-smoothing by layer. The change of log HFC/LFC across a block is split after the attention
+branch is added: the part before is due to attention, the part after to the rest of the block.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from acutance.report.tables import FittedTable
 
 FORMAT = "acutance-layers/1"
 STREAM = ("hfc_lfc_spectral", "token_cosine", "singular_ratio")
-LEAST = 5  # batches; the lowest and the highest of n hold the median of all in 1 − 2^(1−n) of cases: 94 % of five
+LEAST = 5  # batches; the range of n batches holds the true median in 1 − 2^(1−n) of cases: 94 % for five
 
 
 def middle_and_range(values: Sequence[float]) -> tuple[float, float, float]:
-    """Over batches: median, lowest, highest."""
+    """The median, lowest and highest over batches."""
     return float(np.median(values)), min(values), max(values)
 
 
 @dataclass(frozen=True)
 class LayersStudy:
-    """One model on one text; a list has a number for each batch."""
+    """One model on one text. A list has a number for each batch."""
 
-    context: Mapping[str, Any]  # `norm` says what became of the pre-norm's weight
+    context: Mapping[str, Any]  # `norm` says how the pre-norm's weight was treated
     layers: Sequence[Mapping[str, Any]]  # those with attention
-    stream: Mapping[str, Sequence[Sequence[float]]]  # by metric and block: what enters the first, then what leaves each
+    stream: Mapping[str, Sequence[Sequence[float]]]  # by metric and block: the first block's input, then all outputs
 
     def table(self) -> FittedTable:
-        """Median, lowest and highest batch."""
+        """A row per layer: the median, lowest and highest batch."""
         rows = []
         for at in self.layers:
             row = {"layer": str(at["layer"]), "Re λ < 0": f"{at['negative_share']:.0%}"}
@@ -63,7 +63,7 @@ class LayersStudy:
         return FittedTable(f"layers of {self.context['name']}", rows, caption)
 
     def to_json(self, made: Mapping[str, Any]) -> bytes:
-        """The record; `made` says when, by which command and on what."""
+        """The record as JSON; `made` says when, by which command and on what machine."""
         versions = {**made.get("versions", {}), **self.context["versions"]}
         body = {"format": FORMAT, **made, **self.context, "versions": versions}
         body |= {"stream": self.stream, "layers": self.layers}
@@ -82,9 +82,9 @@ def layers_study(
 ) -> LayersStudy:
     """Explain and measure a language model on windows spread evenly over a text (a file or folder), batch by batch.
 
-    A batch has its windows from one part of the text, so that batches are as good as independent. The first `leave_out`
-    tokens of a window do not count in HFC/LFC, and if there are any, nor do special tokens: in many models the first
-    token is larger than all others together. Attention is read with them.
+    A batch takes its windows from one part of the text, so batches are nearly independent. With `leave_out`, HFC/LFC
+    ignores that many first tokens of a window, and special tokens: in many models the first token is larger than all
+    others together. Attention still includes them.
     """
     if batches < LEAST:
         raise AcutanceError(f"{batches} batches give no interval: take {LEAST} or more")
@@ -110,7 +110,7 @@ def layers_study(
 
 
 def _digest(text: str | Path) -> str:
-    """SHA-256 of a file, or of those of a folder one after another."""
+    """SHA-256 of a file, or over the checksums of a folder's files."""
     path = Path(text)
     files = [path] if path.is_file() else sorted(path.rglob("*.txt"))
     return sha256("".join(map(digest, files)).encode()).hexdigest() if len(files) > 1 else digest(files[0])

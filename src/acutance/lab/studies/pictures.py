@@ -1,4 +1,4 @@
-"""What all studies share: their pictures, drawn with matplotlib, and their files."""
+"""The pictures of all studies, drawn with matplotlib, and their files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from acutance.lab.studies.repeat import Trajectory
 
-# Each definition as something that falls to 0 when it is met; below the floor a curve is rounding.
+# Each definition as a value that falls to 0 when it is met. Below the floor there is only rounding.
 FALLING: Mapping[str, Callable[[Trajectory], NDArray[np.float64]]] = {
     "input: ‖HFC‖/‖LFC‖": lambda t: t.hfc_lfc,
     "angle: 1 − min cosine": lambda t: 1 - t.min_cosine,
@@ -38,7 +38,7 @@ DEPTH_PANELS = {
     "angle: mean token cosine": ("token_cosine", "linear"),
     "rank: σ₂/σ₁": ("singular_ratio", "linear"),
 }
-# By title, the columns of `KernelStudy.to_frame`.
+# The titles of panels, and columns of `KernelStudy.to_frame`.
 KERNEL_PANELS = {
     "alignment (Table 4)": "alignment",
     "asymmetry of exp(q·k/√d)": "kernel_asymmetry",
@@ -81,7 +81,7 @@ def repeat_picture(
 def depth_picture(
     frame: pd.DataFrame, depths: Sequence[int], definitions: Sequence[str] = tuple(DEPTH_PANELS)
 ) -> Figure:
-    """Of `DepthStudy.to_frame`: a row per initialisation, a column per definition, a curve per variant."""
+    """A picture of `DepthStudy.to_frame`: a row per initialisation, a column per definition, a curve per variant."""
     inits, variants = frame["init"].unique(), frame["variant"].unique()
     shape = len(inits), len(definitions)
     figure, axes = blank_figure(*(shape if shape[1] > 1 else shape[::-1]), width=3.4, height=2.6)
@@ -104,9 +104,9 @@ def depth_picture(
 
 
 def kernel_picture(frame: pd.DataFrame) -> Figure:
-    """Of `KernelStudy.to_frame`: a panel per measure by layer, a curve per variant.
+    """A picture of `KernelStudy.to_frame`: a panel per measure by layer, a curve per variant.
 
-    Training images are dashed, permuted entries dotted.
+    Curves of training images are dashed, those of permuted entries dotted.
     """
     figure, axes = blank_figure(1, len(KERNEL_PANELS), width=3.0, height=2.8)
     variants = frame["variant"].unique()
@@ -129,7 +129,7 @@ def kernel_picture(frame: pd.DataFrame) -> Figure:
 def spread_curve(
     axis: Axes, values: pd.Series[float], over: str, colour: str, style: str, label: str, floor: float = -np.inf
 ) -> None:
-    """Mean and spread over runs of what is grouped by (over, run); a variant without numbers draws nothing."""
+    """Mean and spread over runs of values grouped by (over, run). A variant without numbers draws nothing."""
     by = values.groupby(over).agg(["mean", "std"])
     mean, spread = by["mean"].clip(lower=floor), by["std"].fillna(0)
     axis.plot(by.index, mean, style, color=colour, label=label, linewidth=1.3)
@@ -145,7 +145,7 @@ def _legend(figure: Figure, axis: Axes, columns: int) -> None:
 def save_study(
     folder: str | os.PathLike[str], name: str, frame: pd.DataFrame, body: Mapping[str, Any], figure: Figure
 ) -> list[Path]:
-    """name.csv, name.json, name.png and name.svg."""
+    """Write name.csv, name.json, name.png and name.svg."""
     stem, text = Path(folder) / name, json.dumps(finite(body), indent=1, ensure_ascii=False)
     return [
         atomic_write(stem.with_suffix(".csv"), frame.to_csv(index=False, float_format="%.5g").encode()),
@@ -155,7 +155,7 @@ def save_study(
 
 
 def save_picture(figure: Figure, stem: Path) -> list[Path]:
-    """stem.png and stem.svg, the latter without a date, so that the same numbers give the same file."""
+    """Write stem.png and stem.svg. The SVG has no date, so the same numbers give the same file."""
     import matplotlib as mpl
 
     with mpl.rc_context({"svg.hashsalt": "acutance"}):

@@ -19,11 +19,11 @@ from acutance.report.pictures import Figure
 from acutance.report.tables import DataFrame, data_frame
 
 Norm = Literal["none", "pre", "post"]
-# A matrix, or a function of the tokens that enter the branch and of the layer's number (1 is the first).
+# A matrix, or a function of the branch's input tokens and of the layer's number (from 1).
 Attention = Tensor | Callable[[Tensor, int], Tensor]
 
 NORM_EPS = 1e-12
-READ_AT_ONCE = 64  # layers: reading them one by one would take longer than computing them
+READ_AT_ONCE = 64  # layers; measuring them one by one would take longer than computing them
 DEFINITIONS = ("hfc_lfc", "cosine", "min_cosine", "singular_ratio")
 
 
@@ -60,7 +60,7 @@ class Trajectory:
         return data_frame([*rows])
 
     def picture(self) -> Figure:
-        """The three definitions side by side; all fall to 0 where they are met."""
+        """The three definitions side by side, each as a value that falls to 0 when it is met."""
         return repeat_picture({"": {"": self}})
 
 
@@ -68,13 +68,13 @@ class Trajectory:
 def repeat(
     x: Tensor, W: Tensor, attention: Attention, *, layers: int, norm: Norm = "none", norm_weight: Tensor | float = 1.0
 ) -> Trajectory:
-    """Apply one layer over and over and follow what becomes of the tokens.
+    """Apply one layer repeatedly and measure the tokens after each.
 
-    `none`: X + A X W. `pre`: X + A LN(X) W. `post`: LN(X + A X W). Without a norm X is brought back to its first size
-    after every layer, which changes none of the definitions but keeps any depth finite; attention that is computed from
-    X sees it at that size. The norm's weights are one number or (d,); it has no bias.
+    `none`: X + A X W. `pre`: X + A LN(X) W. `post`: LN(X + A X W). Without a norm, X is scaled back to its first size
+    after every layer. That changes none of the definitions and keeps any depth finite; attention computed from X sees
+    the scaled X. The norm's weights are one number or (d,); it has no bias.
 
-    Tokens x are (..., N, d), leading axes samples, in float64 to follow a ratio far down. W is W_V W_proj (d, d), so
+    Tokens x are (..., N, d) with leading axes for samples, in float64 if a ratio falls far. W is W_V W_proj (d, d), so
     H = Wᵀ. Attention is A (..., N, N), or a function (tokens entering the branch, layer) → A.
     """
     if x.ndim < 2 or W.shape != (x.shape[-1], x.shape[-1]):
@@ -104,23 +104,23 @@ def repeat(
 
 
 def attention_from(w_q: Tensor, w_k: Tensor) -> Callable[[Tensor, int], Tensor]:
-    """Attention computed anew from the tokens in every layer: softmax(X W_Q (X W_K)ᵀ/√k), the weights (d, k)."""
+    """Attention computed from the tokens in every layer: softmax(X W_Q (X W_K)ᵀ/√k) with weights (d, k)."""
     scale = w_q.shape[-1] ** -0.5
     return lambda x, _layer: (x @ w_q @ (x @ w_k).mT * scale).softmax(-1)
 
 
 def drawn_attention(tokens: int, sharpness: float = 1.0, seed: int = 0) -> Callable[[Tensor, int], Tensor]:
-    """Attention drawn anew for every layer, whatever the tokens are; a layer's draw depends on `seed` alone."""
+    """Random attention, new for every layer and independent of the tokens. A layer's draw depends on `seed` alone."""
     return lambda x, layer: random_attention(tokens, sharpness, seed=1_000_003 * seed + layer).to(x)
 
 
 def random_attention(
     tokens: int, sharpness: float = 1.0, *, symmetric: bool = False, causal: bool = False, seed: int = 0
 ) -> Tensor:
-    """A random row-stochastic A (N, N) in float64: the softmax of normal logits, `sharpness` their deviation.
+    """A random row-stochastic A (N, N) in float64: the softmax of normal logits with deviation `sharpness`.
 
     `symmetric` normalises a symmetric positive definite kernel, so that every μ is in (0, 1], as in symmetric
-    attention; `causal` leaves each token only itself and those before it.
+    attention. `causal` lets each token see only itself and earlier ones.
     """
     logits = _normal(tokens, tokens, seed=seed)
     if symmetric:
@@ -152,7 +152,7 @@ def _read(x: Tensor) -> Tensor:
     return torch.stack([metrics.hfc_lfc_spectral(x), metrics.token_cosine(x), smallest, metrics.singular_ratio(x)])
 
 
-# Name, where the norm stands, and its weights: all of one sign.
+# A name, the norm's place, and its weights, all of one sign.
 NORMS: Mapping[str, tuple[Norm, float]] = {
     "no norm": ("none", 1.0),
     "Pre-LN, weights +1": ("pre", 1.0),
@@ -160,7 +160,7 @@ NORMS: Mapping[str, tuple[Norm, float]] = {
     "Post-LN, weights +1": ("post", 1.0),
     "Post-LN, weights −1": ("post", -1.0),
 }
-# The interval that the eigenvalues of H fill evenly. The last one lies below −2/(1 + μ_min) for every μ_min > −0.3.
+# The interval that the eigenvalues of H fill evenly. The last lies below −2/(1 + μ_min) for every μ_min > −0.3.
 SPECTRA: Mapping[str, tuple[float, float]] = {
     "λ in (0, 1]": (0.1, 1.0),
     "λ in [−1, 0)": (-1.0, -0.1),
@@ -171,9 +171,9 @@ SPECTRA: Mapping[str, tuple[float, float]] = {
 def norm_grid(
     *, layers: int = 60, tokens: int = 16, width: int = 16, samples: int = 5, attention: str = "fixed", seed: int = 0
 ) -> dict[str, dict[str, Trajectory]]:
-    """Fig. 4 as data: trajectories of random inputs by norm and by spectrum; the layer is the same for all inputs.
+    """Fig. 4 as data: trajectories of random inputs by norm and by spectrum. All inputs share the layer.
 
-    Attention is fixed (one random A), drawn (a new one for every layer) or computed (from X, with fixed W_Q and W_K).
+    Attention is fixed (one random A), drawn (a new A for every layer) or computed (from X, with fixed W_Q and W_K).
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(samples, tokens, width, dtype=torch.float64, generator=generator)

@@ -8,7 +8,7 @@ from acutance.measure.reader import pooled
 
 
 def merge(profiles: Iterable[Profile]) -> Profile:
-    """The mean over several runs (seeds) of the same measurement; `std` is then the spread over runs."""
+    """The mean of the same measurement over several runs (seeds). `std` is then the spread over runs."""
     runs = list(profiles)
     keys = [[(r.tap, r.layer, r.metric) for r in p.readings] for p in runs]
     if not runs or any(k != keys[0] for k in keys):
