@@ -38,8 +38,6 @@ class Stack:
         """Lead every layer's attention through its site."""
         if self.hooks:
             return
-        for site in self.sites:
-            site.refuse_another_stack()
         try:
             self.hooks.append(self.root.register_forward_pre_hook(self._begin))
             self.hooks.append(self.root.register_forward_hook(self._end, always_call=True))
@@ -101,8 +99,15 @@ class PatchedSite(AttentionSite):
     def route(self) -> None:
         """Make the attention run through `attend`."""
         attention = self.attention
+        other = vars(attention).get(SITE)
+        if other is not None:  # that of a part found by itself, which has other neighbours
+            part = self.name.removesuffix(other.name).rstrip(".") or type(other.stack.root).__name__
+            raise AcutanceError(
+                f"{self.name} is mitigated or observed already as a layer of the part {part!r} by itself: go on with "
+                f"part={part!r}, or take that out and mitigate the whole, with layers= for some layers only"
+            )
         self._forward = vars(attention).get("forward")
-        attention.__dict__[SITE] = self
+        vars(attention)[SITE] = self
         attention.forward = partial(type(self).forward, self)  # Dynamo of torch 2.6 does not trace a bound method here
         self._projection = self.output_projection()
 
@@ -279,16 +284,6 @@ class PatchedSite(AttentionSite):
             mitigation.leave()
         if not torch.compiler.is_compiling():
             self.stack.passes.leave()
-
-    def refuse_another_stack(self) -> None:
-        """An attention module has one site at a time: that of a part found by itself has other neighbours."""
-        other = self.attention.__dict__.get(SITE)
-        if other is not None:
-            part = self.name.removesuffix(other.name).rstrip(".") or type(other.stack.root).__name__
-            raise AcutanceError(
-                f"{self.name} is mitigated or observed already as a layer of the part {part!r} by itself: go on with "
-                f"part={part!r}, or take that out and mitigate the whole, with layers= for some layers only"
-            )
 
     def refuse_first_values(self) -> str | None:
         """Why v⁰ cannot be used here, if it cannot."""

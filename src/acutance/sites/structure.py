@@ -152,12 +152,11 @@ def layers_in(model: nn.Module, found: Mapping[str, nn.Module]) -> list[Layer]:
     if len(set(inner)) > 1:
         raise several_stacks(model, inner)
     blocks: dict[tuple[str, str], Modules] = {}
+    kinds = {type(modules[block]) for block, _, stack in places.values() if stack == inner[0]}
     for path, (block, stage, stack) in places.items():
         if stack == inner[0]:
             blocks.setdefault((block, stage), {})[path] = found[path]
-    kinds = {type(modules[block]) for block, _ in blocks}
-    for path, (block, _, stack) in places.items():
-        if stack != inner[0] and type(modules[block]) in kinds:
+        elif type(modules[block]) in kinds:
             where = f"{path} is in a block like those of {inner[0]}, but outside of it"
             raise AcutanceError(f"{where}, so its depth is not known: put all blocks into one nn.ModuleList. {ADVICE}")
     layers: list[Layer] = []
