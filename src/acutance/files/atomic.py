@@ -1,9 +1,9 @@
-"""Writing files so that an interruption never leaves half of one."""
+"""Writing files so that an interruption never leaves half of one, and reading JSON back."""
 
 import errno
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,12 +55,31 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
 
 def read_json(path: str | os.PathLike[str], form: str, build: Callable[[Any], T]) -> T:
     """What `build` makes of a JSON file whose "format" is `form`, such as "acutance-profile/1"."""
+    return _built(read_bytes(path), f"{path}", form, build)
+
+
+def read_lines(path: str | os.PathLike[str], form: str, build: Callable[[Any], T]) -> list[T]:
+    """What `build` makes of every line of JSON, without a last line that a crash cut off."""
+    *lines, _unfinished = read_bytes(path).split(b"\n")
+    return [_built(line, f"{path}, line {number},", form, build) for number, line in enumerate(lines, 1)]
+
+
+def append_line(path: str | os.PathLike[str], body: Mapping[str, Any]) -> None:
+    """Append a line of JSON, after dropping one that a crash cut off."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with Path(path).open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(json.dumps(body, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+
+
+def _built(content: bytes, where: str, form: str, build: Callable[[Any], T]) -> T:
     try:
-        body = json.loads(read_bytes(path))
+        body = json.loads(content)
         if not isinstance(body, dict) or "format" not in body:
             raise ValueError("it does not name its format")
         if body["format"] != form:
-            raise AcutanceError(f"{path}: format {body['format']!r}, this version reads {form!r}")
+            raise AcutanceError(f"{where} has the format {body['format']!r}, this version reads {form!r}")
         return build(body)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise AcutanceError(f"{path} is not a file of the format {form!r}: {error}") from error
+        raise AcutanceError(f"{where} is not of the format {form!r}: {error}") from error

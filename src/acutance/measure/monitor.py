@@ -1,11 +1,9 @@
 """Monitor: metrics on a fixed probe batch while a model trains, with no effect on the training."""
 
-import json
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 
 from acutance import distributed, sites
 from acutance.errors import AcutanceError, NonFiniteError, import_extra, warn
-from acutance.files.atomic import read_bytes
+from acutance.files.atomic import append_line, read_lines
 from acutance.measure import measure
 from acutance.measure.profile import Profile
 from acutance.measure.reader import MetricReader
@@ -78,8 +76,10 @@ class Monitor:
         self._autocast = autocast
         self._step: int | None = None
         self._writers: list[Callable[[int, Profile], None]] = []
-        self._writers += [] if jsonl is None else [partial(_append_line, Path(jsonl))]
-        self._writers += [] if tensorboard is None else [_tensorboard_writer(tensorboard)]
+        if jsonl is not None:
+            self._writers.append(lambda step, profile: append_line(jsonl, {"step": step, **profile.to_dict()}))
+        if tensorboard is not None:
+            self._writers.append(_tensorboard_writer(tensorboard))
 
     def step(self, step: int | None = None) -> None:
         """Count an optimiser step, or give the number taken so far; read the model if a reading is due."""
@@ -185,30 +185,13 @@ class History(dict[int, Profile]):
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read the lines a Monitor wrote, without a last line that a crash cut off."""
         history = cls()
-        *lines, _unfinished = read_bytes(path).split(b"\n")
-        for number, line in enumerate(lines, 1):
-            try:
-                body = json.loads(line)
-                if body["format"] != Profile.FORMAT:
-                    raise ValueError(f"format {body['format']!r}, this version reads {Profile.FORMAT!r}")
-                history.add(body["step"], Profile.from_dict(body))
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                where = f"{path}, line {number}"
-                raise AcutanceError(f"{where} was not written by a Monitor: {error!r}; name another file") from error
+        for step, profile in read_lines(path, Profile.FORMAT, lambda body: (body["step"], Profile.from_dict(body))):
+            history.add(step, profile)
         return history
 
 
 def _callback(base: type, **events: Callable[..., None]) -> Any:
     return type("MonitorCallback", (base,), {name: staticmethod(event) for name, event in events.items()})()
-
-
-def _append_line(path: Path, step: int, profile: Profile) -> None:
-    """Append a profile's own JSON and the step to a file, after dropping a line that a crash cut off."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(json.dumps({"step": step, **profile.to_dict()}, allow_nan=False).encode() + b"\n")
 
 
 def _tensorboard_writer(target: "str | os.PathLike[str] | SummaryWriter") -> Callable[[int, Profile], None]:

@@ -1,6 +1,5 @@
 """Results: one line of JSON for each run. Lines are only appended. A run with a line is done."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from acutance.errors import AcutanceError
+from acutance.files.atomic import append_line, read_lines
 from acutance.lab import locks
 from acutance.lab.files import finite
 from acutance.lab.queue.jobs import Job
@@ -29,32 +29,22 @@ class Results:
         """Results by key. If a key comes twice after a merge, the first counts."""
         if not self.path.is_file():
             return {}
-        *lines, _unfinished = self.path.read_bytes().split(b"\n")  # a crash may have cut the last one off
         found: dict[str, dict[str, Any]] = {}
-        for number, line in enumerate(lines, 1):
-            try:
-                body = json.loads(line)
-                if body["format"] != FORMAT:
-                    raise AcutanceError(f"{self.path}, line {number}: this version reads {FORMAT!r}")
-                found.setdefault(body["key"], body)
-            except (ValueError, LookupError, TypeError) as error:
-                raise AcutanceError(f"{self.path}, line {number} is no result: {error!r}") from error
+        for key, body in read_lines(self.path, FORMAT, lambda body: (body["key"], body)):
+            found.setdefault(key, body)
         return found
 
     def append(self, job: Job, record: Mapping[str, Any]) -> None:
         """Add a line, whole or not at all. A second line for the same job is refused."""
         body = {"format": FORMAT, "key": job.key, "kind": job.block.kind, "label": job.label, "seed": job.seed}
-        line = json.dumps(finite({**body, "definition": job.definition, **record}), ensure_ascii=False, allow_nan=False)
+        line = finite({**body, "definition": job.definition, **record})
         start, lock = monotonic(), self.path.with_name(f".{self.path.name}.lock")
         while True:
             with locks.held(lock) as mine:
                 if mine:
                     if job.key in self.read():
                         raise AcutanceError(f"{self.path} has a result of {job.label} already")
-                    with self.path.open("ab+") as file:
-                        file.seek(0)
-                        file.truncate(file.read().rfind(b"\n") + 1)
-                        file.write(line.encode() + b"\n")
+                    append_line(self.path, line)
                     return
             if monotonic() - start > WAIT:
                 raise AcutanceError(f"{self.path} is held by {locks.holder(lock)}: start again, and the run is found")
