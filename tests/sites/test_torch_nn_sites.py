@@ -328,6 +328,18 @@ def test_a_block_that_is_skipped_is_none_of_the_pass():
         assert torch.equal(found, without(tokens()))
 
 
+class Undone(ac.NeuTRENO):
+    def stream(self, x_in, x_out, call):
+        return x_in
+
+
+def test_a_block_by_itself_is_mitigated_and_then_left_alone():
+    block, x = encoder(1).layers[0], tokens()
+    with ac.mitigate(block, Undone(0.6)):
+        assert torch.equal(block(x), x)
+    assert torch._C._len_torch_function_stack() == 0
+
+
 def test_cross_attention_passes_through_and_is_not_mitigated():
     model = nn.Sequential(shaken(models.with_positions()), shaken(looks_at_memory())).double()
     before = model(tokens())

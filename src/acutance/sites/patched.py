@@ -40,11 +40,12 @@ class Stack:
             return
         try:
             self.hooks.append(self.root.register_forward_pre_hook(self._begin))
-            self.hooks.append(self.root.register_forward_hook(self._end, always_call=True))
             for site in self.sites:
                 site.route()
                 self.hooks.append(site.block.register_forward_pre_hook(site._enter_block, with_kwargs=True))
                 self.hooks.append(site.block.register_forward_hook(site._leave_block, always_call=True))
+            # After those of the blocks: the root may be the only one.
+            self.hooks.append(self.root.register_forward_hook(self._end, always_call=True))
         except BaseException:  # never leave a model half patched
             self._unroute()
             raise
