@@ -10,7 +10,6 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 
 from hypothesis import seed
@@ -37,8 +36,8 @@ def fuzz(end: float, first_seed: int, chosen: list[str], broken: dict[str, str])
         number += 1
 
 
-def main(files: Iterable[str] = FILES) -> int:
-    for file in files:
+def main() -> int:
+    for file in FILES:
         importlib.import_module(file)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30)

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import acutance as ac
 from acutance.models import ViT
-from acutance.sites.mitigate import mitigate
 
 DIM, HEADS, DEPTH, BATCH, TOKENS, WORDS = 12, 2, 3, 4, 5, 23
 
@@ -61,7 +60,7 @@ def images():
 
 def mitigated(model, spec, by=0.3, **options):
     """What is learnt moved away from where it starts, differently in every layer."""
-    handle, generator = mitigate(model, spec, **options), torch.Generator().manual_seed(3)
+    handle, generator = ac.mitigate(model, spec, **options), torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
         if ".mitigation." in name:
             parameter.data += by * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter)
