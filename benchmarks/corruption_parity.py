@@ -1,11 +1,10 @@
-"""How close the corruptions are to imagecorruptions', which is 430 MB with what it needs and works image by image.
+"""Compare the corruptions with those of imagecorruptions, which takes 430 MB and works image by image.
 
     pip install imagecorruptions-imaug==1.1.5
     python benchmarks/corruption_parity.py --data-dir DATA
 
-For each corruption and severity: the mean change of a pixel in levels of 255 by ours and by theirs, and the mean
-difference between the two. Where nothing is drawn the difference should vanish; where something is, the changes should
-agree.
+For each corruption and severity it prints the mean change of a pixel by ours and by theirs, and the mean difference
+between the two, in levels of 255. Without randomness the difference should vanish; with it, the changes should agree.
 """
 
 import argparse

@@ -3,10 +3,10 @@
     python benchmarks/dominance.py random --device cuda --images FOLDER
     python benchmarks/dominance.py trained --seeds 5
 
-`random`: ViT-B/16 as initialised (the paper: 100/0), on the images of a folder (as DeiT is evaluated; the first by
-name, their hashes recorded) or, without one, on normal noise. `trained`: the demo's 12-layer ViT on the embedded
-digits, plain, ViT⁺ and ViT⁻, each explained on the test images before and after training. Both write a CSV, and a JSON
-with the figures per layer and head, hardware, versions and command, in docs/evidence, over those of an earlier call.
+`random`: ViT-B/16 at initialisation (the paper: 100/0), on images of a folder or, without one, on normal noise. Images
+are taken by name and cropped as DeiT is evaluated; their hashes are recorded. `trained`: the demo's 12-layer ViT on the
+embedded digits, plain, ViT⁺ and ViT⁻, each explained on the test images before and after training. Both write a CSV and
+a JSON (figures per layer and head, hardware, versions, command) into docs/evidence, replacing those of an earlier call.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def explained(model: ViT, batches: Sequence[Tensor], about: Row) -> tuple[Row, S
 
 
 def by_layer(spectrum: Spectrum) -> list[Row]:
-    """Verdict, dominance and outcome of every layer, without the eigenvalues."""
+    """Every layer's verdict, dominance and outcome, without eigenvalues."""
     plain = json.loads(spectrum.to_json())["layers"]
     return [
         {"layer": s.layer, "verdict": s.verdict, "quantiles": s.quantiles, "symmetry": s.symmetry}
@@ -123,7 +123,7 @@ def show(row: Row) -> None:
 
 
 def in_words(found: Outcome) -> str:
-    """Prediction against measurement, here over all trained models together, among which the prediction differs."""
+    """Prediction against measurement, over all trained models together, since their predictions differ."""
     return ", ".join(f"{name.replace('_', ' ')} {getattr(found, name):.3f}" for name in OUTCOMES[1:])
 
 
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--samples", type=int, help="images read; default: 64 random, all 364 test images trained")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--images", type=Path, help="random: a folder of images, searched through, in place of noise")
+    parser.add_argument("--images", type=Path, help="random: a folder of images, with subfolders, instead of noise")
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--dim", type=int, default=768, help="random only")
     parser.add_argument("--heads", type=int, default=12, help="random only")
@@ -160,7 +160,7 @@ def main() -> None:
         rows.append(row)
         layers.append(by_layer(spectrum))
         trained += spectrum.layers if row["state"] == "trained" else ()
-        write(rows, layers, arguments)  # after every run: an interruption keeps what is done
+        write(rows, layers, arguments)  # after every run, so that an interruption keeps the results
     if arguments.which == "trained":
         for where in ("branch", "block"):
             print(f"all trained, {where}: {in_words(Spectrum(tuple(trained)).outcome(where))}")

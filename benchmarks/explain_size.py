@@ -4,11 +4,11 @@
     python benchmarks/explain_size.py --kv-heads 8          # grouped queries: all eigenvalues of an H of rank 1024
     python benchmarks/explain_size.py --whole --layers 1    # all eigenvalues of one whole 4096 × 4096 H
 
-Layers are made one at a time with random weights, as a model loaded shard by shard would give them, and spectra are
-found by the function that `explain` calls per layer. Both times leave out making the weights: CPU seconds are the
-process's own, elapsed seconds also count what else the machine does. The peak is the growth of the resident set over a
-small warm-up, and so counts one layer's weights, all work space and the spectra kept, but no model; `resident_mib` is
-the whole process. Results go to benchmarks/results, one CSV per dtype and PyTorch version.
+Layers are made one at a time with random weights, as if a model were loaded shard by shard, and spectra come from the
+function that `explain` calls per layer. Neither time includes making the weights. CPU seconds are the process's own;
+elapsed seconds include other work on the machine. The peak is the growth of the resident set over a small warm-up. It
+counts one layer's weights, all work space and the spectra, but no model; `resident_mib` is the whole process. Results
+go to benchmarks/results, one CSV per dtype and PyTorch version.
 """
 
 import argparse
@@ -34,7 +34,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def synthetic_site(layer: int, dim: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Any:
-    """One layer's random weights, at the scale of a fresh model, as `layer_spectrum` asks a site for them."""
+    """A stand-in for a site with one layer's random weights, at the scale of a new model."""
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(layer))
     value = draw(kv_heads * head_dim, dim).mul_(0.02).to(dtype)
     projection = draw(dim, heads * head_dim).mul_(0.02).to(dtype)
@@ -51,7 +51,7 @@ def benchmark(arguments: argparse.Namespace) -> Row:
         heads, kv_heads = arguments.heads // shrink or 1, arguments.kv_heads // shrink or 1
         return synthetic_site(layer, arguments.dim // shrink, heads, kv_heads, arguments.head_dim, dtype)
 
-    layer_spectrum(site(0, shrink=16), whole=True)  # what is loaded on first use is not counted
+    layer_spectrum(site(0, shrink=16), whole=True)  # a warm-up, so that libraries loaded on first use do not count
     before, elapsed, seconds, kept = resident_peak_bytes(), [], [], []
     for layer in range(1, arguments.layers + 1):
         weights = site(layer)
@@ -84,7 +84,7 @@ def benchmark(arguments: argparse.Namespace) -> Row:
 
 
 def write(row: Row, arguments: argparse.Namespace) -> Path:
-    """Add the row to the file of this dtype and PyTorch, in place of the same command's or older columns."""
+    """Add the row to the file of this dtype and PyTorch. It replaces rows of the same command or with other columns."""
     path, rows = arguments.out / results.file_name("explain_size", "cpu", arguments.dtype), []
     if path.exists():
         with path.open(newline="") as file:
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=100)
     parser.add_argument("--dim", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, help="fewer under grouped queries; default: heads")
+    parser.add_argument("--kv-heads", type=int, help="fewer for grouped queries; default: heads")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float64"], default="bfloat16")
     parser.add_argument("--whole", action="store_true", help="all eigenvalues of the whole H")

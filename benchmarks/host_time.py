@@ -1,10 +1,10 @@
-"""Host time that a mitigation adds to a layer, forwards, in eager mode: tiny models, so that nothing else counts.
+"""Host time that a mitigation adds to a layer's forward pass in eager mode, measured on tiny models.
 
     python benchmarks/host_time.py [--device cuda] [--label VERSION]
 
-Every row is the median over rounds of (patched − plain) / layers, plain and patched taking turns, with its quartiles.
-The road says how attention is reached: by a forward of our own, by transformers' attention interface, or intercepted
-as it runs. Results go to benchmarks/results, one CSV per device, versions and --label.
+Every row is the median over rounds of (patched − plain) / layers, with quartiles. Plain and patched models take turns.
+The road says how attention is reached: by a forward of our own, by transformers' attention interface, or by
+interception. Results go to benchmarks/results, one CSV per device, versions and --label.
 """
 
 import argparse
@@ -83,7 +83,7 @@ MODELS: dict[str, tuple[str, Callable[[], tuple[nn.Module, Tensor]]]] = {
 
 
 def added(make: Callable[[], tuple[nn.Module, Tensor]], options: argparse.Namespace) -> list[float]:
-    """Microseconds a layer, round by round: of one model twice, once mitigated."""
+    """Added microseconds per layer in each round, from two copies of a model, one of them mitigated."""
     torch.manual_seed(0)
     model, batch = make()
     plain, batch = model.to(options.device).train(), batch.to(options.device)
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="where the CSV goes")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--spec", default="neutreno:0.6")
-    parser.add_argument("--label", default="", help="what the rows and their file are called, such as a version")
+    parser.add_argument("--label", default="", help="a name for the rows and their file, such as a version")
     parser.add_argument("--rounds", type=int, default=25)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -107,7 +107,7 @@ def main() -> None:
     for name, (road, make) in MODELS.items():
         try:
             found = added(make, options)
-        except (ImportError, ac.AcutanceError):  # not installed, or a version that cannot
+        except (ImportError, ac.AcutanceError):  # not installed, or not supported in this version
             continue
         row = {"label": options.label, "model": name, "road": road, "spec": options.spec, "rounds": options.rounds}
         rows.append(row | spread("added_us", found, ".1f"))

@@ -1,13 +1,13 @@
-"""What training makes of H and of the affinities: small ViTs on the embedded digits, kept after every epoch.
+"""How training changes H and the affinities: small ViTs on the embedded digits, saved after every epoch.
 
     python benchmarks/over_training.py --seeds 5
     acutance lab kernel over-training/softmax-seed* over-training/symmetric-seed* --out docs/evidence/kernel
 
-Trains the demo's 12-layer ViT with softmax attention from the demo's start and from DeiT's smaller one (σ = 0.02), with
-symmetric attention, and steered (ViT⁺, ViT⁻), and reads from the checkpoints how symmetric every layer's H is
-(`explain.symmetry_over`) and how far it has moved. One run takes about a minute on a CPU core; runs in --runs are
-reused or go on, so it can be stopped and started again.
-The figures go to --out as symmetry.csv and symmetry.json; `acutance lab kernel` reads the same runs.
+Trains the demo's 12-layer ViT with softmax attention from the demo's initialisation and from DeiT's smaller one
+(σ = 0.02), with symmetric attention, and steered (ViT⁺, ViT⁻). From the checkpoints it reads how symmetric every
+layer's H is (`explain.symmetry_over`) and how far it has moved. One run takes about a minute on a CPU core. You can
+stop it and start it again: runs in --runs are reused or resume. The figures go to --out as symmetry.csv and
+symmetry.json; `acutance lab kernel` reads the same runs.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from acutance.lab.train.provenance import made
 from acutance.sites import find
 
 EVIDENCE = Path(__file__).parents[1] / "docs" / "evidence" / "symmetry"
-# How each differs from the demo's training.
+# How each variant differs from the demo's training.
 VARIANTS: dict[str, list[str]] = {
     "softmax": [],
     "softmax-small": ["task.xavier=false"],
@@ -43,12 +43,12 @@ VARIANTS: dict[str, list[str]] = {
     "plus": ["task.model.mitigation=eigen:positive"],
     "minus": ["task.model.mitigation=eigen:negative"],
 }
-# Of H by itself, and of H diag(γ), γ the weight of the norm before it.
+# The symmetry of H by itself, and of H diag(γ) with the weight γ of the norm before it.
 NORMS: dict[str, Norm] = {"symmetry": "ignore", "symmetry_with_norm": "fold"}
 
 
 def record_of(place: Path, variant: str, seed: int, config: Config) -> Row:
-    """Train one model, or go on, with a checkpoint before the first and after every epoch."""
+    """Train or resume one model, with a checkpoint before the first epoch and after every epoch."""
     train(config, place, resume=Run(place).exists(), device="cpu", console=Console(file=StringIO()))
     task = ClassificationTask(config.task, seed=0, device=torch.device("cpu"))
     accuracy = task.evaluate(load(Run(place).model_path), split="test")["top1"]
@@ -67,7 +67,7 @@ def symmetry_rows(place: Path, record: Row, config: Config) -> list[Row]:
 
 
 def model_at(checkpoint: Path, config: Config) -> torch.nn.Module:
-    """The model as it was then."""
+    """The model at a checkpoint."""
     model = ClassificationTask(config.task, seed=0, device=torch.device("cpu")).bare_model()
     model.load_state_dict(read_checkpoint(checkpoint)[0]["model.safetensors"])
     return model
@@ -75,14 +75,14 @@ def model_at(checkpoint: Path, config: Config) -> torch.nn.Module:
 
 @torch.no_grad()
 def moved(models: list[torch.nn.Module]) -> NDArray[np.float64]:
-    """‖H − H₀‖/‖H₀‖ with H₀ that of the first checkpoint: (checkpoints, layers)."""
+    """‖H − H₀‖/‖H₀‖ (checkpoints, layers), with H₀ from the first checkpoint."""
     branches = [torch.stack([s.projection_weight() @ s.value_weight() for s in find(model)]) for model in models]
     size = branches[0].norm(dim=(1, 2))
     return torch.stack([(H - branches[0]).norm(dim=(1, 2)) / size for H in branches]).double().numpy()
 
 
 def summary(rows: list[Row], records: list[Row]) -> list[Row]:
-    """Per variant, as mean and spread over seeds: accuracy, and the mean over layers before and after training."""
+    """Per variant, the mean and spread over seeds of accuracy, and of means over layers before and after training."""
     result = []
     for variant in dict.fromkeys(record["variant"] for record in records):
         done = [record for record in records if record["variant"] == variant]
@@ -121,14 +121,14 @@ def write(rows: list[Row], records: list[Row], arguments: argparse.Namespace) ->
 
 
 def chosen(arguments: argparse.Namespace) -> list[str]:
-    """A checkpoint after every epoch of 22 steps, all of them kept."""
+    """The changes for a checkpoint after every epoch of 22 steps, keeping all of them."""
     kept = ["loop.checkpoint_every=22", "loop.keep_last=1000"]
     return [f"task.model.depth={arguments.depth}", f"loop.epochs={arguments.epochs}", *kept]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=Path, default=Path("over-training"), help="checkpoints, and what is reused")
+    parser.add_argument("--runs", type=Path, default=Path("over-training"), help="runs, which are reused")
     parser.add_argument("--out", type=Path, default=EVIDENCE, help="where the figures go")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=12)
@@ -142,7 +142,7 @@ def main() -> None:
         place = arguments.runs / f"{variant}-seed{seed}"
         records.append(record_of(place, variant, seed, config))
         rows += symmetry_rows(place, records[-1], config)
-        found = write(rows, records, arguments)  # after every run: an interruption keeps what is done
+        found = write(rows, records, arguments)  # after every run, so that an interruption keeps the results
     for row in found:
         cells = (f"{name} {row[name]['mean']:.3f} ± {row[name]['spread']:.3f}" for name in row if name != "variant")
         print(f"{row['variant']:<15}" + ", ".join(cells))

@@ -1,11 +1,11 @@
-"""Draws what `acutance bench` found.
+"""Draws the results of `acutance bench`.
 
     python benchmarks/plots.py steps benchmarks/results/bench-steps-32-*.csv docs/assets/bench/steps-32.svg
     python benchmarks/plots.py tokens benchmarks/results/bench-long-tokens-*.csv docs/assets/bench/long-tokens.svg
     python benchmarks/plots.py overview benchmarks/results docs/assets/bench/overview.svg
 
 `steps`: ratios to timm's plain ViT, with their range. `tokens`: time and peak memory against tokens. `overview`: one
-line per figure that matters, from all files of a folder, with quartiles and the ratio that was aimed at.
+line per important figure, from all files of a folder, with quartiles and the ratio we aimed at.
 """
 
 import csv
@@ -32,7 +32,7 @@ def figure_of(height: float) -> Figure:
 
 
 def steps(source: Path) -> Figure:
-    """One bar per variant in its fastest mode; training beside inference."""
+    """One bar per variant in its fastest mode, with a panel for training and one for inference."""
     rows = [row for row in read(source) if row["mode"] == "reduce-overhead"]
     tables = list(dict.fromkeys(row["table"] for row in rows))
     figure = figure_of(2.8)
@@ -55,10 +55,10 @@ def steps(source: Path) -> Figure:
 
 
 def tokens(source: Path) -> Figure:
-    """A line per variant, both axes logarithmic; around times the smallest and the largest."""
+    """A line per variant on logarithmic axes. Bands show the smallest and largest times."""
     rows = [row for row in read(source) if row["ms"]]
     figure = figure_of(3.6)
-    # A column, its name, and the growth of the dashed line: the work is of all pairs of tokens.
+    # A column, its name, and the exponent of the dashed line; work grows with all pairs of tokens.
     panels = (("ms", "ms", 2), ("peak_mib", "peak MiB above what is resident", 1))
     for axis, (column, name, power) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         growing(axis, [row for row in rows if float(row.get(column) or 0) > 0], column, power)
@@ -82,14 +82,14 @@ def growing(axis: Axes, rows: list[Row], column: str, power: int) -> None:
         if column == "ms":
             low, high = ([float(row[f"ms_{end}"]) for row in found] for end in ("min", "max"))
             axis.fill_between(lengths, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-    if axis.lines:  # from the first point of the first line on
+    if axis.lines:  # from the first point of the first line
         lengths, values = (list(data) for data in axis.lines[0].get_data())
         grown = [values[0] * (count / lengths[0]) ** power for count in lengths]
         axis.plot(lengths, grown, color="grey", linestyle="--", linewidth=0.8)
 
 
 class Line(NamedTuple):
-    """A row of one file of `acutance bench`, what its title contains, its variant, and the ratio that was aimed at."""
+    """A row of a file of `acutance bench`: a part of its table's title, its variant, and the ratio we aimed at."""
 
     label: str
     part: str
@@ -120,12 +120,12 @@ LINES = (
 
 
 def overview(results: Path) -> Figure:
-    """A point for each median, whiskers for its quartiles, a thick tick for what was aimed at."""
+    """A point for each median, whiskers for its quartiles, and a thick tick for the ratio we aimed at."""
     figure = figure_of(4.2)
     axis: Any = figure.subplots()
     for place, line in enumerate(LINES):
         row, colour = row_of(results, line), COLOURS.get(line.part, BLUE)
-        # Older files divide by SDPA's flash attention in columns of their own.
+        # Older files keep the ratio to SDPA's flash attention in separate columns.
         name = "beside_ratio" if row.get("beside_ratio") else "ratio"
         middle, low, high = (float(row[f"{name}{end}"]) for end in ("", "_q1", "_q3"))
         axis.errorbar(middle, place, xerr=[[middle - low], [high - middle]], color=colour, capsize=3, elinewidth=1.2)
@@ -149,7 +149,7 @@ def overview(results: Path) -> Figure:
 
 
 def row_of(results: Path, line: Line) -> Row:
-    """Of the one file without a label behind its versions; of compiled modes the one with CUDA graphs."""
+    """The row from the file without a label after its versions; of several modes, the one with CUDA graphs."""
     path = min(results.glob(f"bench-{line.part}-*.csv"), key=lambda path: len(path.name))
     found = [row for row in read(path) if line.table in row["table"] and row["variant"] == line.variant]
     (row,) = [row for row in found if len(found) == 1 or row["mode"] == "reduce-overhead"]

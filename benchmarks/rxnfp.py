@@ -1,11 +1,11 @@
-"""Writes the three BERTs on chemical reactions inside the package rxnfp as folders that transformers reads.
+"""Writes the three BERTs for chemical reactions from the package rxnfp as folders that transformers reads.
 
     pip download --no-deps rxnfp==0.1.0 && unzip -q rxnfp-0.1.0-py3-none-any.whl -d package
     python benchmarks/rxnfp.py package/rxnfp/models/transformers rxnfp
     acutance lab layers hf:rxnfp/bert_ft --text rxnfp/reactions --json bert_ft.json
 
-Their tokens are atoms, bonds and brackets of a SMILES, which no tokenizer of transformers knows. OUT/reactions has the
-reactions of docs/evidence/language/reactions.txt, each in a file of its own: a window never holds two.
+Their tokens are atoms, bonds and brackets of a SMILES, which no tokenizer of transformers knows. OUT/reactions gets the
+reactions of docs/evidence/language/reactions.txt, one per file, so that a window never holds two.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import BertModel, PreTrainedTokenizerFast
 
 REACTIONS = Path(__file__).parents[1] / "docs" / "evidence" / "language" / "reactions.txt"
-# Atoms in brackets, elements of two letters, >> before the products, rings with two digits; else one letter.
+# Atoms in brackets, elements with two letters, >> before the products, rings with two digits; else single characters.
 TOKEN = r"\[[^\]]+\]|Br|Cl|>>|%[0-9]{2}|."
 
 

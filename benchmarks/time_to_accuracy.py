@@ -1,11 +1,11 @@
-"""How long training took: whole runs beside their test scores, and when a held-out score was first reached.
+"""How long training took: the time of whole runs with their test scores, and the time to a held-out score.
 
     python benchmarks/time_to_accuracy.py runs/cifar100-*seed0 --reach 70 --reach 74
     python benchmarks/time_to_accuracy.py runs/cifar100-train_on=all-seed* --out benchmarks/results/time_to_accuracy.csv
 
-Seconds are those in a run's log.jsonl: from the beginning of the loop, which compiles, evaluates and saves in that time
-too. Held-out scores are those of the evaluations during training (`loop.evaluate_every`); a run on all of the training
-set has none that means anything, and its whole time stands beside its score on the test set (`acutance evaluate`).
+Seconds are those in a run's log.jsonl. They count from the start of the loop, and include compilation, evaluation and
+saving. Held-out scores are from evaluations during training (`loop.evaluate_every`). A run on the whole training set
+has no valid held-out score; its whole time is given with its score on the test set (`acutance evaluate`).
 """
 
 import argparse
@@ -28,7 +28,7 @@ def row(folder: Path, reach: list[float]) -> Row:
     run = Run(folder)
     config, sessions = run.config(), read_json(run.record_path, FORMAT, lambda body: body["sessions"])
     if len(sessions) > 1:
-        raise AcutanceError(f"{folder} was interrupted and went on: its log does not say how long that took in all")
+        raise AcutanceError(f"{folder} was interrupted and resumed: its log does not say how long it took in all")
     log, task = read_log(folder), task_class(config.task.kind)
     held_out = getattr(config.task, "train_on", "train") == "train"
     scored = [(line["seconds"], line[name]) for line in log if (name := f"val/{task.headline}") in line and held_out]
@@ -50,19 +50,19 @@ def row(folder: Path, reach: list[float]) -> Row:
 
 
 def versions_of(session: Mapping[str, Any]) -> str:
-    """Of what the speed depends on, as the run recorded them; on a CPU there is neither CUDA nor Triton."""
+    """The recorded versions of everything that affects speed; a CPU run has neither CUDA nor Triton."""
     found = {**session["versions"], "cuda": session["hardware"].get("cuda")}
     return ", ".join(f"{name} {found[name]}" for name in ("python", "torch", "cuda", "triton") if found.get(name))
 
 
 def test_score(folder: Path, name: str) -> str:
-    """Of the last weights, read as the recipe says."""
+    """The score of the last weights, with the recipe's own settings."""
     found = [e.scores[name] for e in read_evaluations(folder, "test") if e.weights == "last" and not e.settings]
     return f"{found[0]:.2f}" if found else ""
 
 
 def first_time(scored: list[tuple[float, float]], wanted: float, task: Any) -> str:
-    """Seconds until a score was as good, as far as it was looked at; empty if it never was."""
+    """Seconds until an evaluation first gave a score as good as this; empty if none did."""
     sign = 1 if task.higher_is_better else -1
     return next((f"{seconds:.1f}" for seconds, score in scored if sign * score >= sign * wanted), "")
 
@@ -70,7 +70,7 @@ def first_time(scored: list[tuple[float, float]], wanted: float, task: Any) -> s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    parser.add_argument("--reach", type=float, action="append", default=[], help="a held-out score; may come again")
+    parser.add_argument("--reach", type=float, action="append", default=[], help="a held-out score; can be repeated")
     parser.add_argument("--out", type=Path, help="also write a CSV here")
     arguments = parser.parse_args()
     rows = [row(folder, arguments.reach) for folder in arguments.runs]
