@@ -78,21 +78,18 @@ def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
         metadata = opened.metadata() or {}
         config, record = (json.loads(metadata.get(key, "{}")) for key in (CONFIG_KEY, RECORD_KEY))
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    outline = None
     if CONFIG_KEY in metadata:
-        name = metadata.get(CLASS_KEY, "ViT")
-        if (kind := OWN.get(name)) is None:
-            raise AcutanceError(f"{where} holds a {name}, which this version does not know; known: {', '.join(OWN)}")
-        outline = _outline(kind, config, len(shapes), where)
-        if model is None:
-            _refuse_misfit(str(where), shapes, outline)
-            own: nn.Module = kind(**config)
-            own.load_state_dict(load_file(where))
-            return own
+        outline = _outline(metadata.get(CLASS_KEY, "ViT"), config, len(shapes), where)
         record = sites.record(outline)
-    elif model is None:
+    if model is not None:
+        reinstate(model, _specs(record, where))
+    elif outline is not None:
+        _refuse_misfit(str(where), shapes, outline)
+        model = type(outline)(**config)
+    else:
         advice = "build a plain one and pass it as model=, or for published weights use acutance.io.load_checkpoint"
         raise AcutanceError(f"{where} does not say what model it is: {advice}")
-    reinstate(model, _specs(record, where))
     try:
         load_model(model, where)
     except (RuntimeError, SafetensorError) as error:
@@ -100,15 +97,17 @@ def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
     return model
 
 
-def _outline(kind: Any, options: Mapping[str, Any], tensors: int, where: Path) -> nn.Module:
+def _outline(name: str, options: Mapping[str, Any], tensors: int, where: Path) -> nn.Module:
     """The model on no device: a damaged configuration may ask for any size, and nothing is allocated for it."""
+    if (kind := OWN.get(name)) is None:
+        raise AcutanceError(f"{where} holds a {name}, which this version does not know; known: {', '.join(OWN)}")
     try:
         if (layers := options.get("depth", 0) + options.get("decoder_depth", 0)) > tensors:
             raise ValueError(f"{layers} layers for {tensors} tensors")
         with torch.device("meta"):
             return cast(nn.Module, kind(**options))
     except (ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-        raise AcutanceError(f"{where}: its configuration makes no {kind.__name__}: {first_line(error)}") from error
+        raise AcutanceError(f"{where}: its configuration makes no {name}: {first_line(error)}") from error
 
 
 def load_checkpoint(model: BlockStack | Segmenter, source: PathLike | Mapping[str, Any]) -> None:

@@ -10,7 +10,6 @@ from importlib import metadata
 from itertools import repeat
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
@@ -156,10 +155,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def describe(model: nn.Module, part: str | None = None) -> dict[str, Any]:
     """What was read and with what, so that somebody else can read it again."""
     parameter = next(model.parameters())
-    versions = {"acutance": __version__, "torch": torch.__version__, "numpy": np.__version__}
-    versions["python"] = platform.python_version()
-    libraries = [name for name in ("transformers", "timm", "gguf") if name in sys.modules]  # gguf has no __version__
-    versions |= {n: getattr(sys.modules[n], "__version__", None) or metadata.version(n) for n in libraries}
+    used = {n: sys.modules[n] for n in ("torch", "numpy", "transformers", "timm", "gguf") if n in sys.modules}
+    versions = {n: getattr(used[n], "__version__", None) or metadata.version(n) for n in used}  # gguf has none
     return {
         "model": type(model).__name__,
         "mitigation": sites.mitigation_spec(sites.part_of(model, part)),
@@ -167,6 +164,6 @@ def describe(model: nn.Module, part: str | None = None) -> dict[str, Any]:
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(parameter.device) if parameter.is_cuda else str(parameter.device),
         "seed": torch.initial_seed(),
-        "versions": versions,
+        "versions": {"acutance": __version__, "python": platform.python_version(), **versions},
         **({} if part is None else {"part": part}),
     }

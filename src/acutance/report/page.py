@@ -129,12 +129,6 @@ def spectrum_charts(layers: Layers) -> dict[str, tuple[str, Any]]:
     charts["plane"] = "Eigenvalues of H in the complex plane", plane
     if not all(row.percent() for row in layers):
         return charts
-    heading = f"Which family dominates I + H⊗A (bars); how often {FELL} (dots)"
-    return {"dominance": (heading, _dominance_chart(layers, side)), **charts}
-
-
-def _dominance_chart(layers: Layers, side: Any) -> Any:
-    alt = import_extra("altair", NEEDS)
     data = [{"layer": row.layer} | row.percent() for row in layers]
     data = [{name: x if math.isfinite(x) else None for name, x in row.items()} for row in data]  # NaN: % of nothing
     x = alt.X("layer:O", title="layer", axis=alt.Axis(labelAngle=0))
@@ -144,7 +138,8 @@ def _dominance_chart(layers: Layers, side: Any) -> Any:
     shown = [name for name in layers[0].percent() if name not in COLOURS]
     tooltip = [alt.Tooltip(f"{name}:Q", title=f"{name}, %", format=".1f") for name in shown]
     dots = base.mark_point(color="black", filled=True, size=50).encode(y=f"{FELL}:Q", tooltip=tooltip)
-    return alt.layer(bars, dots).properties(width=max(300, 40 * len(data)), height=220)
+    dominance = alt.layer(bars, dots).properties(width=max(300, 40 * len(data)), height=220)
+    return {"dominance": (f"Which family dominates I + H⊗A (bars); how often {FELL} (dots)", dominance), **charts}
 
 
 def bins(layers: Layers) -> tuple[NDArray[np.float64], list[str]]:

@@ -21,12 +21,11 @@ else:
 def plot_curves(runs: Mapping[str, Result], charts: Sequence[tuple[str, str]], title: str = "") -> Figure:
     """One panel per (metric, tap), one curve per run, a band of one standard deviation."""
     figure, panels = _panels([f"{metric} ({tap})" for metric, tap in charts], title, "layer")
-    for axis, (metric, tap) in zip(panels, charts, strict=True):
+    for axis, chart in zip(panels, charts, strict=True):
         axis.grid(alpha=0.3)
         for (name, run), colour, style in zip(runs.items(), PALETTE, cycle(["-", "-", "--"]), strict=False):
-            chosen = [row for row in run.rows() if (row["metric"], row["tap"]) == (metric, tap)]
-            rows = sorted((row["layer"], row["mean"], row["std"]) for row in chosen)
-            layers, mean, std = np.array(rows).T
+            rows = [(r["layer"], r["mean"], r["std"]) for r in run.rows() if (r["metric"], r["tap"]) == chart]
+            layers, mean, std = np.array(sorted(rows)).T
             axis.plot(layers, mean, style, marker="o", markersize=3, color=colour, label=name)
             axis.fill_between(layers, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
     panels[0].legend(frameon=False, fontsize=8)
