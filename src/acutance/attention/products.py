@@ -147,11 +147,6 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def _full_precision(A: AttentionOperator) -> torch.autocast:
-    """Autocast off: rounded log-weights would be wrong by the size of the logits."""
-    return torch.autocast(A.device.type, enabled=False)
-
-
 class Tiles:
     """The operator's entries, one block of query rows at a time, in float32 or better; and what is made of them.
 
@@ -172,7 +167,7 @@ class Tiles:
         A, mask, keys = self.operator, self.operator.mask4, self.k.size(-2)
         ahead = keys - A.shape[-2]  # causality ends at the last key
         keys = min(keys, max(1, rows.stop + ahead)) if A.causal else keys
-        with _full_precision(A):
+        with torch.autocast(A.device.type, enabled=False):  # rounded, they would be wrong by the size of the logits
             log_weights = KERNELS[A.kernel].log_weights(self.q[..., rows, :], self.k[..., :keys, :], A.scale)
             log_weights = log_weights if A.softcap is None else A.softcap * torch.tanh(log_weights / A.softcap)
         if mask is not None:
@@ -221,8 +216,6 @@ class Tiles:
         return out
 
     def logsumexp(self) -> Tensor:
-        """log Σ_j k(i, j) of every row; −∞ where every key is masked."""
-
         def sums(rows: slice) -> Tensor:
             log_weights, dead, top = self.log_weights(rows)
             found = log_weights.logsumexp(dim=-1, keepdim=True) + top
@@ -231,7 +224,6 @@ class Tiles:
         return self.stack(sums)
 
     def diagonal(self) -> Tensor:
-        """The entries A_ii of a square operator."""
         return self.stack(lambda rows: self.weights(rows).diagonal(rows.start, -2, -1))
 
     def apply(self, x: Tensor, dropout: float = 0.0) -> Tensor:
@@ -240,7 +232,7 @@ class Tiles:
 
         def product(rows: slice) -> Tensor:
             weights = F.dropout(self.weights(rows), dropout)
-            with _full_precision(self.operator):
+            with torch.autocast(self.k.device.type, enabled=False):
                 return weights @ values[..., : weights.size(-1), :]
 
         return self.stack(product, values).to(x.dtype)
@@ -251,7 +243,7 @@ class Tiles:
 
         def product(rows: slice) -> Tensor:
             weights = self.weights(rows)
-            with _full_precision(self.operator):
+            with torch.autocast(self.k.device.type, enabled=False):
                 return F.pad(weights.mT @ values[..., rows, :], (0, 0, 0, self.k.size(-2) - weights.size(-1)))
 
         total = values.new_zeros(*self.k.shape[:3], y.size(-1))
@@ -320,10 +312,9 @@ def _sdpa(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float)
 def associative_apply(A: AttentionOperator, x: Tensor, *, transposed: bool = False) -> Tensor:
     """A x, or Aᵀ x, in the dtype of x."""
     dtype = accumulation_dtype(A.q, A.k)
-    with _full_precision(A):
+    with torch.autocast(A.device.type, enabled=False):
         log_q, log_k = (_log_elu_plus_one(t.to(dtype)) for t in (A.q, repeat_heads(A.k, A.heads)))
-        if A.mask4 is not None:
-            log_k = log_k.masked_fill(~A.mask4.mT, -torch.inf)
+        log_k = add_mask(log_k, None if A.mask4 is None else A.mask4.mT)
         query_features, key_features, _ = _scaled_features(log_q, log_k)
         row_sums = query_features @ key_features.sum(dim=-2, keepdim=True).mT
         row_sums = row_sums.clamp(min=0.5)  # at least one, or zero where no key is seen, and so are the products

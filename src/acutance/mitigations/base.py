@@ -249,21 +249,9 @@ def parse(spec: str) -> Mitigation:
 
     The first argument may stand without its key: `neutreno:0.6,learn=head`, `attnscale+featscale:doubled=true`.
     """
-    parts = [_parse_one(part.strip()) for part in spec.split("+")]
-    return parts[0] if len(parts) == 1 else Combined(parts)
-
-
-def as_mitigation(mitigation: Mitigation | str | None) -> Mitigation:
-    """Accept a mitigation, its spec, or None for the identity."""
-    if isinstance(mitigation, str):
-        return parse(mitigation)
-    if mitigation is not None and not isinstance(mitigation, Mitigation):
-        raise AcutanceError(f"a mitigation is one such as NeuTRENO(0.6), or its spec {EXAMPLE!r}, not {mitigation!r}")
-    return mitigation or Mitigation()
-
-
-def _parse_one(text: str) -> Mitigation:
-    name, _, arguments = text.partition(":")
+    if "+" in spec:
+        return Combined(map(parse, spec.split("+")))
+    name, _, arguments = spec.strip().partition(":")
     cls = REGISTRY.get(name.lower())
     if cls is None:
         known = ", ".join(sorted(REGISTRY))
@@ -275,9 +263,18 @@ def _parse_one(text: str) -> Mitigation:
             key, value = cls.positional, key
         if key not in names or key in options:
             known = f"its options, each once as key=value, are {', '.join(names)}" if names else "it has no options"
-            raise AcutanceError(f"{name} cannot take {argument.strip()!r} of {text!r}: {known}")
+            raise AcutanceError(f"{name} cannot take {argument.strip()!r} of {spec.strip()!r}: {known}")
         options[key] = _value(value)
     return cls(**options)
+
+
+def as_mitigation(mitigation: Mitigation | str | None) -> Mitigation:
+    """Accept a mitigation, its spec, or None for the identity."""
+    if isinstance(mitigation, str):
+        return parse(mitigation)
+    if mitigation is not None and not isinstance(mitigation, Mitigation):
+        raise AcutanceError(f"a mitigation is one such as NeuTRENO(0.6), or its spec {EXAMPLE!r}, not {mitigation!r}")
+    return mitigation or Mitigation()
 
 
 def _value(text: str) -> Any:

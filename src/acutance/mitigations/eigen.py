@@ -142,8 +142,8 @@ class Eigen(Mitigation):
 
     @torch.no_grad()
     def _start(self, value: Tensor, projection: Tensor) -> None:
-        value = require_finite(_double(value), f"layer {self.shape.layer}: W_V")
-        projection = require_finite(_double(projection), f"layer {self.shape.layer}: W_proj")
+        value = require_finite(value.cpu().double(), f"layer {self.shape.layer}: W_V")
+        projection = require_finite(projection.cpu().double(), f"layer {self.shape.layer}: W_proj")
         before = projection @ value
         wanted, v = torch.linalg.eigh((before + before.mT) / 2)
         order = _share_out(wanted, v, value, projection, self.shape.heads)
@@ -154,7 +154,7 @@ class Eigen(Mitigation):
         self.theta.copy_(BASES[self.basis].preimage(v))
         self.psi.copy_(psi_for(wanted, self.sign, self.spectrum))
         if self.shape.pretrained:
-            value, projection = map(_double, self.weights())
+            value, projection = (made.cpu().double() for made in self.weights())
             size = float(before.norm()) or 1.0  # a layer whose H was 0 has moved by the new ‖H‖
             self.distance = float((projection @ value - before).norm()) / size
 
@@ -165,8 +165,8 @@ class Eigen(Mitigation):
         if constant is None or bias is None or bias.is_meta:
             return
         before = bias.clone()
-        moved = _double(output.matrix()) - _double(self.weights()[1])
-        bias.copy_(_double(bias) + moved @ _double(constant))
+        moved = output.matrix().cpu().double() - self.weights()[1].cpu().double()
+        bias.copy_(bias.cpu().double() + moved @ constant.cpu().double())
         self._biases = before, bias.clone()
 
     @torch.no_grad()
@@ -227,10 +227,6 @@ def _share_out(wanted: Tensor, v: Tensor, value: Tensor, projection: Tensor, hea
     return torch.tensor([pair for pairs in owned for pair in pairs])
 
 
-def _double(weight: Tensor) -> Tensor:
-    return weight.detach().to("cpu", torch.float64)
-
-
 def admissible(sign: Sign, spectrum: Spectrum) -> tuple[float, float]:
     """The closed interval that holds every λ of this kind."""
     most = math.inf if spectrum == "square" else 1.0
@@ -240,8 +236,7 @@ def admissible(sign: Sign, spectrum: Spectrum) -> tuple[float, float]:
 def eigenvalues(psi: Tensor, sign: Sign, spectrum: Spectrum) -> Tensor:
     """λ from ψ."""
     if spectrum == "clipped":
-        clipped: Tensor = _Clip.apply(psi, *admissible(sign, spectrum))  # type: ignore[no-untyped-call]
-        return clipped
+        return _Clip.apply(psi, *admissible(sign, spectrum))  # type: ignore[no-any-return, no-untyped-call]
     if sign == "free":
         return psi.tanh() if spectrum == "bounded" else psi
     size = psi.sigmoid() if spectrum == "bounded" else psi.square()
