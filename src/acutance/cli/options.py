@@ -1,8 +1,7 @@
 """Options that several commands share, and what commands print."""
 
 import inspect
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
 
 import acutance as ac
 from acutance.errors import AcutanceError
@@ -27,14 +24,10 @@ _MODEL = "hf: and a model on the Hugging Face Hub, a folder or a GGUF file; timm
 _MODEL += "a checkpoint written by Acutance (model.safetensors), or the folder of a run."
 Model = Annotated[str, typer.Argument(help=_MODEL)]
 DataDir = Annotated[Path | None, option("Where the data is now, if not where it was.")]
-Split = Annotated[str, option("test, or val or train of the training set.")]
-Weights = Annotated[str, option("last, which recipes report, or best on the held-out slice.")]
-Changes = Annotated[list[str] | None, option("Change a field, e.g. optim.lr=1e-3; can be given again.", "--set")]
 Device = Annotated[str, option("cpu, cuda or auto.")]
 Part = Annotated[str | None, option("The stack of layers to read, e.g. encoder.")]
 JSON = Annotated[Path | None, option("Also write the result here.", "--json")]
 HTML = Annotated[Path | None, option("Also write an offline page here.", "--html")]
-Markdown = Annotated[Path | None, option("Also write the table here.", "--markdown")]
 
 console = Console(emoji=False)  # timm:tm: would become a trade mark
 say = partial(console.out, highlight=False)  # text as it is: no markup, no wrapping
@@ -121,16 +114,3 @@ def write(path: Path | None, content: bytes | Callable[[Path], object]) -> None:
     """Write a file that was asked for, and say so."""
     if path is not None:
         say(f"wrote {atomic_write(path, content)}")
-
-
-def list_rows(rows: Iterable[Sequence[str]], *columns: str) -> None:
-    """Print a table of words; the first column is not broken."""
-    table = Table(Column(columns[0], no_wrap=True), *columns[1:], box=None)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    console.print(table)
-
-
-def is_first_process() -> bool:
-    """Whether this process may print: one of those that torchrun or the trainer started."""
-    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0

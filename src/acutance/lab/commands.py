@@ -1,21 +1,42 @@
 """The laboratory's verbs: training, evaluating and comparing runs, the papers' results, timing, and `acutance lab`."""
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
+from rich.markup import escape
+from rich.table import Column, Table
 
 import acutance as ac
 from acutance.cli import options
-from acutance.cli.options import console, ints, is_first_process, list_rows, option, say, words, write
+from acutance.cli.options import console, ints, option, say, words, write
 from acutance.errors import AcutanceError
 
 studies = typer.Typer(
     help="Studies: deep random networks; affinities and layers of trained models.", no_args_is_help=True
 )
+
+Split = Annotated[str, option("test, or val or train of the training set.")]
+Weights = Annotated[str, option("last, which recipes report, or best on the held-out slice.")]
+Changes = Annotated[list[str] | None, option("Change a field, e.g. optim.lr=1e-3; can be given again.", "--set")]
+Markdown = Annotated[Path | None, option("Also write the table here.", "--markdown")]
+
+
+def list_rows(rows: Iterable[Sequence[str]], *columns: str) -> None:
+    """Print a table of words; the first column is not broken."""
+    table = Table(Column(columns[0], no_wrap=True), *columns[1:], box=None)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console.print(table)
+
+
+def is_first_process() -> bool:
+    """Whether this process may print: one of those that torchrun or the trainer started."""
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
 
 
 @contextmanager
@@ -51,7 +72,7 @@ def demo(
 def train(
     recipe: Annotated[str | None, typer.Argument(help="A recipe's name; --list shows them.")] = None,
     data_dir: Annotated[Path | None, option("The folder with the data, in its usual layout.")] = None,
-    assignments: options.Changes = None,
+    assignments: Changes = None,
     out: Annotated[Path | None, option("The run's folder.", show_default="runs/RECIPE-CHANGES-seedSEED")] = None,
     resume: Annotated[bool, option("Resume the run in --out.", "--resume")] = False,
     strategy: Annotated[str | None, option("single, ddp or fsdp; by default ddp with several processes.")] = None,
@@ -85,11 +106,11 @@ def train(
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="The run's folder.")],
-    split: options.Split = "test",
+    split: Split = "test",
     data_dir: options.DataDir = None,
-    weights: options.Weights = "last",
+    weights: Weights = "last",
     multi_scale: Annotated[bool | None, option("Several scales, with flips.", "--multi-scale/--single-scale")] = None,
-    assignments: options.Changes = None,
+    assignments: Changes = None,
     device: options.Device = "auto",
     json_path: options.JSON = None,
 ) -> None:
@@ -122,12 +143,12 @@ def evaluate(
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
-    split: options.Split = "test",
+    split: Split = "test",
     score: Annotated[str | None, option("Which score; by default the task's own.")] = None,
     weights: Annotated[str | None, option("Scores of the last or the best weights.")] = None,
     assignments: Annotated[list[str] | None, option("Scores of evaluations with this field changed.", "--set")] = None,
     robustness: Annotated[bool, option("Compare results of `acutance robustness`.", "--robustness")] = False,
-    markdown_path: options.Markdown = None,
+    markdown_path: Markdown = None,
     json_path: options.JSON = None,
 ) -> None:
     """Compare runs. Runs that differ only in their seed form a row, with mean ± standard deviation.
@@ -164,12 +185,12 @@ def robustness(
     attacks: Annotated[str, option("fgsm:ε and pgd:ε:steps:size, in levels of 255, or none.")] = "fgsm:1,pgd:1",
     corrupted_dir: Annotated[Path | None, option("The published CIFAR-10-C or CIFAR-100-C.")] = None,
     split: Annotated[str, option("test, or val to make choices.")] = "test",
-    weights: options.Weights = "last",
+    weights: Weights = "last",
     limit: Annotated[int | None, option("Use only this many images; for ImageNet, of all classes.", min=1)] = None,
     seed: Annotated[int, option("The seed of corruptions and attacks.")] = 0,
     device: options.Device = "auto",
     json_path: Annotated[Path | None, option("The table.", "--json", show_default="RUN/robustness….json")] = None,
-    markdown_path: options.Markdown = None,
+    markdown_path: Markdown = None,
 ) -> None:
     """Measure accuracy under 19 corruptions at 5 severities, FGSM and PGD. The same command resumes after a stop.
 
@@ -204,7 +225,7 @@ def reproduce(
     data_dir: Annotated[Path | None, option("The folder with the data, in its usual layout.")] = None,
     out: Annotated[Path, option("Runs and results; targets share runs.")] = Path("acutance-reproduce"),
     seeds: Annotated[int | None, option("Runs for each row.", min=1, show_default="the target's own")] = None,
-    assignments: options.Changes = None,
+    assignments: Changes = None,
     samples: Annotated[int, option("Images or sequences on which models are measured.", min=1)] = 1000,
     device: options.Device = "auto",
     plan: Annotated[bool, option("Print the runs as commands, and stop.", "--plan")] = False,

@@ -114,7 +114,7 @@ def _rescaled(x: Tensor) -> Tensor:
 
 
 def _scaled_frequencies(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """HFC, and the squared norm n ‖x̄‖² of the LFC, the same in every norm as its rank is one, up to a common factor."""
+    """HFC, and the squared norm n ‖x̄‖² of the rank-one LFC (in every norm), up to a common factor."""
     x, valid = _select(tokens, mask)
     mean, deviation = split_mean(_rescaled(x), valid)
     return deviation.masked_fill(~valid.unsqueeze(-1), 0), valid.sum(-1) * mean.square().sum((-2, -1))
