@@ -1,6 +1,6 @@
-"""Runs the documentation: every Python block, every `acutance` command; and checks what is not run.
+"""Runs the documentation: every Python block and every `acutance` command. Other blocks are checked.
 
-A block is left out only in plain sight, by a line of its own above it: <!-- skip: next "the reason" -->
+To leave out a block, put a line above it: <!-- skip: next "the reason" -->
 """
 
 import contextlib
@@ -23,19 +23,19 @@ from forked import run_forked
 ROOT = Path(__file__).parent
 PAGES = ["README.md", "CONTRIBUTING.md", "docs/*.md", "docs/**/*.md"]
 COMMAND_SECONDS = 600
-# They fetch or enter the repository, which is where the documentation is being run from already.
+# Commands that fetch or enter the repository, from which the documentation already runs.
 GETTING_HERE = {"cd", "git", "source"}
 FOR_A_SHELL = r"[|&;<>$`*?~]"
-# Spelt like this, a block would look runnable and never be run.
+# With these languages a block would look runnable and never run.
 NEVER_RUN = r"(py|python3|pycon|sh|shell|zsh|(python|bash|console)[ \t{].*)"
 
 os.environ.setdefault("MPLBACKEND", "Agg")
-# Before anything imports torch: processes that each take every core slow one another down many times over.
+# Before anything imports torch: processes that each take every core slow one another down a lot.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 with contextlib.suppress(ImportError):  # timm's environment has no hypothesis
     from hypothesis import settings
 
-    settings.register_profile("no deadline", deadline=None)  # beside other tests any example may take long
+    settings.register_profile("no deadline", deadline=None)  # with other tests running, any example may take long
     settings.load_profile("no deadline")
 
 
@@ -57,7 +57,7 @@ def try_make(command: str) -> None:
 
 
 def check_extras(command: str) -> None:
-    """Do not install anything, but see that the extras asked for exist."""
+    """Check that the requested extras exist, without installing them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for extras in re.findall(r"(?:acutance|\.)\[([\w, -]+)\]", command):
         unknown = {extra.strip() for extra in extras.split(",")} - project["optional-dependencies"].keys()
@@ -65,7 +65,7 @@ def check_extras(command: str) -> None:
 
 
 def check_script(command: str) -> None:
-    """Do not run the script, but see that it is there (`python -m pip` is pip)."""
+    """Check that the script exists, without running it (`python -m pip` is pip)."""
     script = shlex.split(command)[1]
     if script == "-m":
         check_command(command.partition("-m ")[2])
@@ -83,7 +83,7 @@ CHECKS = {
 
 
 def run(arguments: list[str], environment: dict[str, str]) -> None:
-    """Run a process to its end; an exit status other than 0 fails with all it printed."""
+    """Run a process to its end. An exit status other than 0 fails with all it printed."""
     done = subprocess.run(
         arguments,
         env=environment,
@@ -98,7 +98,7 @@ def run(arguments: list[str], environment: dict[str, str]) -> None:
 
 
 def check_command(command: str) -> None:
-    """Run or check one command of a bash or console block, by its first word."""
+    """Run or check one command of a bash or console block, depending on its first word."""
     command = command.replace(".venv/bin/", "")
     name = next((word for word in command.split() if not re.match(r"\w+=", word)), "")
     if name in GETTING_HERE:
@@ -113,7 +113,7 @@ def check_command(command: str) -> None:
 def commands(source: str) -> Iterator[str]:
     """The commands of a shell block: continued lines joined, comments dropped, `&&` taken apart."""
     for line in source.replace("\\\n", " ").splitlines():
-        # Split only to find out where a comment starts and whether `&&` stands outside quotes.
+        # Split only to find where a comment starts and whether `&&` is outside quotes.
         lexer = shlex.shlex(line, posix=False, punctuation_chars="&")
         lexer.whitespace_split = True
         command: list[str] = []
@@ -132,7 +132,7 @@ def evaluate_bash(example: Example) -> None:
 
 
 def evaluate_console(example: Example) -> None:
-    """Lines after a `$ ` are commands, the others what they print (which is not compared)."""
+    """Lines after a `$ ` are commands. The others are their output, which is not compared."""
     lines = example.parsed.replace("\\\n", " ").splitlines()
     prompted = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     assert prompted, "a console block without a line that starts with '$ ' runs nothing; call it text"
@@ -141,7 +141,7 @@ def evaluate_console(example: Example) -> None:
 
 
 class ReasonedSkipParser(SkipParser):
-    """Sybil's skip directive, insisting on a reason."""
+    """Sybil's skip directive, with a required reason."""
 
     def __call__(self, document: Document) -> Iterable[Region]:
         """Find the directives of a page."""
@@ -154,7 +154,7 @@ class ReasonedSkipParser(SkipParser):
 
 
 def refuse_misspelt_languages(document: Document) -> Iterable[Region]:
-    """Fail for blocks that look as if they were run, and are not."""
+    """Fail for blocks that look runnable but would never run."""
     for region in FencedCodeBlockLexer(NEVER_RUN)(document):
         language = region.lexemes["language"]
         raise ValueError(
@@ -186,7 +186,7 @@ pytest_collect_file = DOCUMENTATION.pytest()
 
 
 class WithoutCuda(pytest.Module):
-    """Tests of a GPU where there is none: imported, so that what they import exists, and skipped all at once."""
+    """Tests of a GPU on a machine without one: imported, to check their imports, and skipped all at once."""
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         """No tests."""
@@ -195,7 +195,7 @@ class WithoutCuda(pytest.Module):
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    """Spare collecting and skipping hundreds of tests one by one, in every process."""
+    """Skip whole modules of GPU tests, not hundreds of tests one by one in every process."""
     if not module_path.stem.endswith("_cuda"):
         return None
     import torch
@@ -204,7 +204,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip single tests that need a GPU where there is none."""
+    """Skip single tests that need a GPU if there is none."""
     if item.get_closest_marker("cuda"):
         import torch
 
@@ -216,11 +216,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """With `pytest -n`, keep each file on one process: a page shares its names, a module its fixtures."""
     if getattr(config.option, "dist", "no") == "load":
         config.option.dist = "loadfile"
-        config.option.loadscopereorder = False  # which would take files of many tests first, not those that take long
+        config.option.loadscopereorder = False  # it would start files with many tests first, not slow files
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `pytest -n`, begin with files that hold slow tests: at the end one process would wait for them alone."""
+    """With `pytest -n`, start with files that hold slow tests, so that no process runs them alone at the end."""
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)

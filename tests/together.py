@@ -1,4 +1,4 @@
-"""A test's work in two processes that meet over gloo, forked from one that has imported what they import."""
+"""Runs a test's work in two processes connected by gloo, forked from one that has already imported their modules."""
 
 import faulthandler
 import os
@@ -27,9 +27,9 @@ def _one(rank, meeting, work, given):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=PATIENCE)
     work(rank, *given)
-    dist.barrier()  # who leaves first would cut the other off
+    dist.barrier()  # a process that leaves first would cut the other off
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of gloo and autograd may outlive the interpreter, and the crash of one on the way out would be no finding.
+    # Threads of gloo and autograd may outlive the interpreter, and a crash of one at exit would mean nothing.
     os._exit(0)

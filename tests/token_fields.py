@@ -1,4 +1,4 @@
-"""The sums of `acutance.metrics.kernels.token_sums` once more, in NumPy float64, from their definitions."""
+"""The sums of `acutance.metrics.kernels.token_sums` by their definitions, in NumPy float64."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from acutance.metrics.kernels import token_sums
 
 
 def fields_of(x):
-    """The fields of one sample's tokens that count."""
+    """The fields of one sample, from the tokens that count."""
     with np.errstate(invalid="ignore", over="ignore"):
         bad = ~np.isfinite(x).all(1)
         norms = np.sqrt((x**2).sum(1))
@@ -41,14 +41,14 @@ def fields(tokens, mask=None):
 
 
 def stand_in(monkeypatch):
-    """Have `measure` take these sums where the kernels would make them; returns the shapes it asked for."""
+    """Make `measure` use these sums instead of the kernels. Returns the shapes it asks for."""
     asked = []
 
     def by_numpy(tokens, mask=None):
         asked.append(tuple(tokens.shape))
         with _disable_current_modes():
             made = fields(tokens, mask)
-        return made.view_as(made)  # one operation, as many as a launch is
+        return made.view_as(made)  # one operation, like a launch
 
     monkeypatch.setattr(packed, "TRITON", True)
     monkeypatch.setattr(token_sums, "is_available", lambda tokens, mask: True)

@@ -1,4 +1,4 @@
-"""What the operator tests share: the formulas written out in float64, and the sweep's cases."""
+"""Helpers of the operator tests: the formulas written out in float64, and the sweep's cases."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,7 +69,7 @@ class Case(NamedTuple):
 def make_case(
     kernel, masking="none", grouped=False, *, tokens=11, width=6, dtype=torch.float64, device="cpu", sharpness=1.5
 ):
-    """A random problem; with a bool mask, some rows of it see nothing at all."""
+    """A random problem. With a bool mask, some rows see nothing."""
     generator = torch.Generator().manual_seed(len(kernel) + 7 * len(masking) + 3 * grouped)
     batch, heads, key_heads = 2, 4, 2 if grouped else 4
 
@@ -104,7 +104,7 @@ class LargestTensor(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         self.operations.append(function)
         for leaf in tree_leaves(out):
-            # What is expanded without a copy occupies nothing.
+            # A tensor expanded without a copy takes no memory.
             if isinstance(leaf, Tensor) and 0 not in leaf.stride() and leaf.numel() > self.elements:
                 self.elements, self.operation = leaf.numel(), str(function)
         return out
@@ -137,7 +137,7 @@ def assert_same_gradients(mine: Tensor, theirs: Tensor, inputs: list[Tensor], to
 
 
 def assert_is_matrix(A: AttentionOperator, expected: Any, x: Tensor, y: Tensor, inputs: Any = ()) -> None:
-    """Products with A, its entries and its row sums are those of a matrix, and so are their gradients by the inputs."""
+    """Products, entries and row sums of A are those of the matrix, and so are their gradients."""
     weights, sums = expected
     seen, found = sums > -torch.inf, A.logsumexp()
     assert torch.equal(found > -torch.inf, seen)

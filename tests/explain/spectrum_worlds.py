@@ -27,7 +27,7 @@ def set_branch(model: ViT, layer: int, H: Tensor) -> None:
 
 
 class BareSite(AttentionSite):
-    """Weights alone, of any shape: grouped queries, inner widths other than dim, with or without a norm."""
+    """A site that is only weights, of any shape: grouped queries, any inner width, with or without a norm."""
 
     mitigation = None
 
@@ -73,7 +73,7 @@ def head_matrices(site: AttentionSite) -> list[np.ndarray]:
 def layer_modes(site: AttentionSite, A: AttentionOperator) -> tuple[float, np.ndarray]:
     """The largest |eigenvalue| of I + Σ_h H_h⊗A_h: on constant tokens, and per sample on tokens up to a constant.
 
-    This is the truth that `explain` counts by |1 + λμ|, with λ of the whole H and μ of each A_h.
+    This is the exact value. `explain` approximates it by |1 + λμ|, with λ of the whole H and μ of each A_h.
     """
     H, tokens = head_matrices(site), A.shape[-1]
     basis = np.linalg.qr(np.column_stack([np.ones(tokens), np.eye(tokens)[:, 1:]]))[0][:, 1:]  # zero mean

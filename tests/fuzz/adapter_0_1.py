@@ -1,4 +1,4 @@
-"""The fuzzer on version 0.1, whose source is to be first on PYTHONPATH; the arguments are those of run.py.
+"""Runs the fuzzer on version 0.1, whose source must be first on PYTHONPATH. The arguments are those of run.py.
 
     git worktree add /tmp/acutance-0.1 cf574fd
     PYTHONPATH=/tmp/acutance-0.1/src python tests/fuzz/adapter_0_1.py --minutes 5 --seed 1

@@ -1,6 +1,6 @@
-"""Laws: what must hold for every case that a strategy draws. Right, or refused with an AcutanceError; nothing else.
+"""Laws: each must hold for every case that a strategy draws. A result is right, or refused with an AcutanceError.
 
-A case is made of plain values, so that a failure prints what makes it again. Its check returns whether it was refused.
+A case is made of plain values, so that a failure prints how to make it again. Its check returns whether it was refused.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ class Law:
         self.tried: Counter[str] = Counter()
 
     def test(self, **options: Any) -> Callable[[], None]:
-        """A function that tries the law on as many cases as the settings say."""
+        """A test that tries the law on cases, as the settings say."""
 
         def counted(case):
             self.tried["examples"] += 1
@@ -38,7 +38,7 @@ LAWS: dict[str, Law] = {}
 
 
 def law(cases: SearchStrategy, examples: int) -> Callable[[Callable[[Any], bool | None]], Callable[[], None]]:
-    """A test of so many cases, the same ones every time; run.py tries others."""
+    """A test of this many cases, always the same; run.py tries others."""
 
     def register(check):
         known = LAWS[check.__name__.removeprefix("test_")] = Law(cases, check)

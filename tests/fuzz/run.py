@@ -1,7 +1,7 @@
-"""Try every law on random cases for as long as asked: python tests/fuzz/run.py --minutes 30 --seed 1
+"""Try every law on random cases for some time: python tests/fuzz/run.py --minutes 30 --seed 1
 
-Progress goes to stderr; what was tried and found goes to stdout at the end, after Ctrl-C too. One round of a seed is
-always the same, on any machine.
+Progress goes to stderr. The results go to stdout at the end, also after Ctrl-C. A round of a seed is the same on every
+machine.
 """
 
 import argparse
@@ -21,7 +21,7 @@ ROUND = 50  # examples
 
 
 def fuzz(end: float, first_seed: int, chosen: list[str], broken: dict[str, str]) -> None:
-    """Go round the laws until the time is over; what breaks one is kept, and the law is not tried again."""
+    """Try the laws in turn until the time is over. A broken law is recorded and not tried again."""
     number = 0
     while time.monotonic() < end and len(broken) < len(chosen):
         for name in (name for name in chosen if name not in broken):

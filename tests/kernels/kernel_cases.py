@@ -1,7 +1,7 @@
-"""Where the kernels' tests run, the formula of the packed kernel written plainly, inputs for it, and small models.
+"""Helpers of the kernels' tests: the packed kernel's formula in plain PyTorch, inputs for it, and small models.
 
-On a GPU, and on the CPU in Triton's interpreter, which needs triton and TRITON_INTERPRET=1: `make test` runs this
-folder a second time so.
+The tests run on a GPU, or on the CPU in Triton's interpreter. That needs triton and TRITON_INTERPRET=1, so `make test`
+runs this folder a second time.
 """
 
 import pytest
@@ -23,13 +23,13 @@ DTYPES = list(TOLERANCE) if CUDA else [torch.float32, torch.float16]  # NumPy, t
 
 
 def require_kernels():
-    """For modules that import what needs Triton."""
+    """Skip a module whose imports need Triton."""
     if not RUNS:
         pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)
 
 
 def each(values):
-    """A fixture that is each of the values in turn."""
+    """A fixture that takes each of the values in turn."""
     return pytest.fixture(params=values, ids=str)(lambda request: request.param)
 
 
@@ -55,7 +55,7 @@ def plain(qkv, first, strength, contrast, residual, heads, kv_heads, scale, caus
 
 
 def inputs(batch, tokens, heads, width, dtype=torch.float32, size=1.0, kv_heads=None):
-    """q, k and v, v⁰ as another layer's projection holds it, λ and c per head and ρ per key head, and a gradient."""
+    """q, k and v; v⁰ as a slice of another layer's projection; λ and c per head and ρ per key head; a gradient."""
     kv_heads = kv_heads or heads
     packed = (heads + 2 * kv_heads) * width
     qkv = random(batch, tokens, packed, dtype=dtype, size=size)
@@ -73,7 +73,7 @@ def expected(leaves, grad, heads, kv_heads, scale, causal=False):
 
 
 def error(ours, theirs):
-    """Relative; of one token alone the contrast's gradient is 0, and must be so exactly."""
+    """The relative error. For a single token the contrast's gradient is 0, and must be exactly 0."""
     found, size = (ours.double() - theirs.double()).norm(), theirs.double().norm()
     return (found / size).item() if size > 0 else found.item()
 
@@ -125,7 +125,7 @@ def gradients(run, model, images):
 
 
 def by_operator(model, monkeypatch, images, dtype=torch.float64):
-    """Gradients where the kernel is not asked; DropPath draws other samples in another precision."""
+    """Gradients without the kernel. DropPath draws other samples in another precision."""
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "is_available", lambda *_: False)
         found = gradients(model.to(dtype), model, images.to(dtype))
@@ -145,7 +145,7 @@ def recorder(graphs):
 
     def backend(graph, inputs):
         graphs.append(graph)
-        # The interpreter cannot be compiled: there the graph is traced, forward and backward, and run as it is.
+        # The interpreter cannot be compiled. On the CPU the graph is traced, forward and backward, and run eagerly.
         name = "inductor" if torch.cuda.is_available() else "aot_eager"
         return torch._dynamo.lookup_backend(name)(graph, inputs)
 
@@ -153,6 +153,6 @@ def recorder(graphs):
 
 
 def kernels_in(graph, name="packed_attention"):
-    """How often a graph asks for the kernel, in graphs within it too: checkpoints have their own."""
+    """How often a graph and its subgraphs (such as checkpoints) call the kernel."""
     parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
     return sum(f"acutance.{name}" in str(node.target) for part in parts for node in part.graph.nodes)

@@ -14,7 +14,7 @@ SMALL += ["task.model.mitigation=neutreno:0.6"]
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
-    """Trained on digits; who writes into it other than evaluations takes a copy."""
+    """A run trained on digits. Tests that write anything but evaluations into it must use `copy`."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     train(override(recipes.load("digits"), SMALL), folder, recipe="digits", device="cpu")
     return folder
@@ -22,7 +22,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def command():
-    """Runs `acutance` with these words in this process and gives what it prints; its errors are raised."""
+    """Runs `acutance` with these words in this process and returns its output; errors are raised."""
 
     def call(*words):
         words = [*map(str, words)]

@@ -1,4 +1,4 @@
-"""A small training whose outcome depends on everything a monitor could disturb."""
+"""A small training run whose outcome depends on everything that a monitor could disturb."""
 
 import random
 from contextlib import nullcontext
@@ -15,7 +15,7 @@ CLASSES = 5
 
 
 class Net(nn.Module):
-    """Batch norm's running statistics, dropout and stochastic depth in front of and inside a ViT; a loss if asked."""
+    """A ViT with dropout and stochastic depth after a batch norm with running statistics; with labels, also a loss."""
 
     def __init__(self, depth=2):
         super().__init__()
@@ -44,7 +44,7 @@ def data(samples=16):
 
 
 def draws(device="cpu", seed=None):
-    """Numbers from every global generator, seeded first if asked: equal only if nobody else drew."""
+    """Numbers from every global generator, after seeding if asked. They are equal only if nothing else drew."""
     if seed is not None:
         random.seed(seed)
         np.random.seed(seed)  # noqa: NPY002

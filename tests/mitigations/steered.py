@@ -1,4 +1,4 @@
-"""What becomes of a model with Eigen, whatever the library."""
+"""Checks of a model with Eigen, for any library."""
 
 import torch
 from safetensors.torch import load_file
@@ -10,7 +10,7 @@ SPEC = "eigen:negative,basis=polar"
 
 
 def assert_it_goes_stays_and_comes_back(make, run, file):
-    """Removed it leaves no trace; folded, saved to a file if there is one, and loaded it stays the same function."""
+    """Removing Eigen leaves no trace. Folding, saving (to a file if given) and loading keep the function."""
     model, plain = make(), make()
     with left_alone(model, lambda: run(model)) as before, mitigated(model, SPEC, 0.2):
         output = run(model)

@@ -1,7 +1,7 @@
 """The reference models written a second time, from the formulas, on plain dictionaries of float64 tensors.
 
-They share no code with the package: every attention matrix is formed, as is every word's probability, and bilinear
-interpolation is a sum over neighbours. NeuTRENO's λ̃ is a number, or learnt.
+They share no code with the package. They form every attention matrix and every word's probability, and interpolate
+bilinearly by a sum over neighbours. NeuTRENO's λ̃ is a number, or learnt.
 """
 
 import math
@@ -54,14 +54,14 @@ def plain_language(state, tokens, *, heads=3, cutoffs=(5, 9, 16), **options):
     clusters = torch.exp(x @ state["softmax.cluster_weight"].T + state["softmax.cluster_bias"])
     total = scores[..., : cutoffs[0]].sum(-1) + clusters.sum(-1)
     parts, ends = [scores[..., : cutoffs[0]] / total[..., None]], [*cutoffs, scores.shape[-1]]
-    for i in range(len(cutoffs)):  # words of a cluster share out its probability by their scores
+    for i in range(len(cutoffs)):  # a cluster's probability is divided among its words by their scores
         inside = scores[..., ends[i] : ends[i + 1]]
         parts.append(inside * (clusters[..., i] / total / inside.sum(-1))[..., None])
     return torch.log(torch.cat(parts, -1))
 
 
 def bilinear(image, size):
-    """(channels, height, width) resized; the centres of the corner pixels keep their distance to the border."""
+    """Resize (channels, height, width). The centres of corner pixels keep their distance to the border."""
     for axis, wanted in ((1, size[0]), (2, size[1])):
         old, rows = image.shape[axis], []
         for i in range(wanted):

@@ -1,6 +1,6 @@
-"""The mitigations written from their formulas, in plain PyTorch, with v⁰ passed on in plain sight.
+"""The mitigations written from their formulas, in plain PyTorch, with v⁰ passed on explicitly.
 
-Nothing here is the package's. The parity matrix, the fuzzer and single tests take their formulas from here.
+This file uses no code of the package. The parity matrix, the fuzzer and single tests take their formulas from here.
 """
 
 import re
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-HIDDEN = -1e30  # what a mask adds to the logits of what is not seen is lower
+HIDDEN = -1e30  # a mask adds less than this to the logits of hidden keys
 PARTS = ("attnscale", "neutreno", "featscale")
 
 
@@ -48,9 +48,9 @@ def spectrum_of(sign, spectrum, psi):
 def with_plain_weights(
     state, value, output, basis="cayley", *, sign="negative", spectrum="square", rows=None, across=False
 ):
-    """Eigen: W_V = Vᵀ and W_proj = V⁻ᵀ Λ under their usual names, which are given as seen from a block.
+    """Eigen: W_V = Vᵀ and W_proj = V⁻ᵀ Λ under their usual names, which are given relative to a block.
 
-    `rows` are those of W_V in a joint matrix, unless they are the last ones; `across` if it is stored transposed.
+    `rows` are the rows of W_V in a joint matrix if they are not the last ones. `across`: it is stored transposed.
     """
     plain = dict(state)
     for path in [path for path in state if path.endswith(".theta")]:
@@ -67,14 +67,14 @@ def with_plain_weights(
 
 
 def learnt(state, attention):
-    """What the mitigation in an attention learns, by name."""
+    """The learnt parameters of an attention's mitigation, by name."""
     return {path.rpartition(".")[2]: p for path, p in state.items() if path.startswith(f"{attention}.mitigation.")}
 
 
 def attend(q, k, v, first, own, *, parts=PARTS, mask=None, cut=False, strength=0.0, scale=None, softcap=None):
-    """u per head, (batch, heads, tokens, head_dim); k, v and first may have fewer heads; `own` is what is learnt.
+    """u per head, (batch, heads, tokens, head_dim). k, v and first may have fewer heads; `own` has learnt parameters.
 
-    AttnScale: u ← (1 + ω) u − ω U v, U the mean over what a token sees. NeuTRENO: u ← u + λ̃ (v⁰ − v).
+    AttnScale: u ← (1 + ω) u − ω U v, with U the mean over visible tokens. NeuTRENO: u ← u + λ̃ (v⁰ − v).
     """
     k, v, first = (x if x is None else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v, first))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -92,7 +92,7 @@ def attend(q, k, v, first, own, *, parts=PARTS, mask=None, cut=False, strength=0
 
 
 def rotate(x, rope):
-    """Channels (2i, 2i + 1) turned by their token's angle, of which rope has sines and cosines; not the class token."""
+    """Rotate channels (2i, 2i + 1) by their token's angle, not the class token; `rope` has sines and cosines."""
     sines, cosines = rope.chunk(2, -1)
     even, odd = x[:, :, 1:, ::2], x[:, :, 1:, 1::2]
     turned = torch.stack([-odd, even], -1).flatten(-2)
@@ -100,7 +100,7 @@ def rotate(x, rope):
 
 
 def rescale(y, own, parts=PARTS):
-    """FeatScale: the branch's mean over tokens and what is left of it are rescaled per channel."""
+    """FeatScale: the branch's mean over tokens and the rest of the branch are rescaled per channel."""
     for part in parts if "low" in own else ():
         if part.startswith("featscale"):
             mean, times = y.mean(-2, keepdim=True), 2 if "doubled" in part else 1
@@ -109,10 +109,10 @@ def rescale(y, own, parts=PARTS):
 
 
 class Plain:
-    """A model whose attention is written out; it is run with the parameters of a mitigated one, by name.
+    """A model with explicit formulas for attention, run with a mitigated model's parameters by name.
 
-    `layers` has its attentions and their W_proj in order. `parts(layer)` are the mitigations of a layer, in order;
-    `mask` is added to all logits. `cut` leaves out the gradient through v⁰ at one layer.
+    `layers` has its attentions and their W_proj in order. `parts(layer)` are a layer's mitigations in order. `mask` is
+    added to all logits. `cut` leaves out the gradient through v⁰ at one layer.
     """
 
     def __init__(self, model, layers, *, heads=None, parts=lambda layer: PARTS, mask=None, strength=0.0, cut=None):
@@ -138,7 +138,7 @@ class Plain:
         return torch.func.functional_call(self.model, own, args, options)
 
     def of(self, attention):
-        """A layer's number, what its mitigations learn, and their names."""
+        """A layer's number, its learnt parameters, and the names of its mitigations."""
         layer, path = self.layers[attention]
         return layer, learnt(self.state, path), self.parts(layer)
 
@@ -157,7 +157,7 @@ class Plain:
         return u.transpose(1, 2).contiguous(), None
 
     def forward(self, module, projection, x, *_, rope=None, attn_mask=None, key_padding_mask=None, **_options):
-        """Of nn.MultiheadAttention, whose masks come as floats, and of attention that somebody wrote."""
+        """The forward of nn.MultiheadAttention, which has float masks, and of hand-written attention."""
         is_torchs = isinstance(module, nn.MultiheadAttention)
         turned = is_torchs and not module.batch_first and x.ndim == 3
         x = x.transpose(0, 1) if turned else x if x.ndim == 3 else x[None]

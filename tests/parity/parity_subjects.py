@@ -1,4 +1,4 @@
-"""What is put into the matrix: a tiny model per library, and the plain formula for it."""
+"""The subjects of the matrix: a tiny model per library, and the plain formula for it."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import acutance as ac
 from sites import tiny_models as tiny
 
-# All learn, so that their gradients are compared too.
+# All have parameters, so that their gradients are compared too.
 SPECS = {
     "attnscale": "attnscale",
     "neutreno": "neutreno:0.6,learn=head",
@@ -30,20 +30,19 @@ IMAGES = {"image_size": 8, "patch_size": 4}
 class Subject:
     """One library's model.
 
-    A subclass has `library_model(heads)`; and `inputs(generator, heads)`, a batch in float32, of which float64 has
-    every number too.
+    A subclass has `library_model(heads)` and `inputs(generator, heads)`, a batch in float32.
     """
 
     name: str
     heads = ("multi-head",)
     refused: ClassVar = {("grouped-query", "eigen"): "a value head for every query head"}
-    weights = ("attn.qkv.weight", "attn.proj.weight")  # of W_V, or q, k and v in one, and of W_proj in a block
+    weights = ("attn.qkv.weight", "attn.proj.weight")  # paths in a block of W_V (or q, k and v in one) and of W_proj
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
 
     def has(self, heads: str) -> bool:
-        """Whether the version of the library that is installed has them."""
+        """Whether the installed version of the library has such heads."""
         return True
 
     def blocks(self, model: nn.Module) -> nn.ModuleList | nn.Sequential:
@@ -52,24 +51,24 @@ class Subject:
         return next(part for part in model.modules() if isinstance(part, kinds) and len(part) == self.depth)
 
     def output(self, run: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Tensor:
-        """What the loss is made of."""
+        """The tensor that the loss depends on."""
         return run(*inputs.values())
 
     def plain_output(self, heads: str, state: dict[str, Tensor], inputs: dict[str, Tensor], cut: int | None) -> Tensor:
-        """By the plain formula, given the mitigated model's parameters by name."""
+        """The output by the plain formula, given the mitigated model's parameters by name."""
         model = self.library_model(heads).to(next(iter(state.values())))
         plain = Plain(model, [attention_of(block) for block in self.blocks(model)], heads=HEADS, cut=cut)
         return self.output(partial(plain, state), inputs)
 
     def checkpoint(self, model: nn.Module, reentrant: bool) -> None:
-        """Recompute every block in the backward pass; here by torch's wrapper, as for libraries that offer nothing."""
+        """Recompute every block in the backward pass, here by torch's wrapper; a library may offer its own way."""
         kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
         layers = self.blocks(model)
         for index, block in enumerate(layers):
             layers[index] = checkpoint_wrapper(block, kind)
 
     def mitigated(self, heads: str, mitigation: str = "all") -> nn.Module:
-        """The model in float32 and training mode, all parameters away from what would hide a mistake."""
+        """The model in float32 and training mode. No parameter has a value that could hide a mistake."""
         torch.manual_seed(0)
         model = self.library_model(heads).train()
         taken = {name: spec for name, spec in SPECS.items() if (heads, name) not in self.refused}
@@ -85,7 +84,7 @@ class Subject:
         return model
 
     def batch(self, seed: int, heads: str) -> dict[str, Tensor]:
-        """Inputs that every process makes alike."""
+        """Inputs that are the same in every process."""
         return self.inputs(torch.Generator().manual_seed(seed), heads)
 
 
@@ -96,7 +95,7 @@ def attention_of(block: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 class Reference(Subject):
-    """acutance.models, whose blocks pass v⁰ on in their signature."""
+    """acutance.models, whose blocks take and return v⁰."""
 
     name = "acutance.models"
 
@@ -107,7 +106,7 @@ class Reference(Subject):
         return {"images": torch.randn(BATCH, 3, 8, 8, generator=generator)}
 
     def plain_output(self, heads, state, inputs, cut):
-        """Patches, the class token before them, positions, and torch's encoder, whose parameters have other names."""
+        """Class token and patches, positions, and torch's encoder, whose parameters have other names."""
         bias, stride = state["patch_embed.proj.bias"], IMAGES["patch_size"]
         x = F.conv2d(inputs["images"], state["patch_embed.proj.weight"], bias, stride=stride).flatten(2).transpose(1, 2)
         x = torch.cat([state["cls_token"].expand(len(x), -1, -1), x], 1) + state["pos_embed"]
@@ -216,7 +215,7 @@ class Transformers(Subject):
 
 
 def _all_of(output) -> Tensor:
-    """The pooled token too, which CLIP normalises with parameters of its own."""
+    """The output with the pooled token, which CLIP normalises with its own parameters."""
     pooled = output.get("pooler_output")
     return output.last_hidden_state if pooled is None else torch.cat([output.last_hidden_state, pooled[:, None]], 1)
 
@@ -242,5 +241,5 @@ SUBJECTS: dict[str, type[Subject]] = {cls.name: cls for cls in (Reference, Trans
 
 @cache
 def subject_of(library: str, depth: int) -> Subject:
-    """One object for each, so that what is known of it is found again."""
+    """One object per library and depth, so that caches are shared."""
     return SUBJECTS[library](depth)

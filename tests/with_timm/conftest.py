@@ -1,4 +1,4 @@
-"""Tests that need timm: `make test` runs them in an environment of their own, `.venv-timm`."""
+"""Tests that need timm. `make test` runs them in a separate environment, `.venv-timm`."""
 
 from importlib.util import find_spec
 

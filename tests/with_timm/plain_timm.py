@@ -1,7 +1,7 @@
-"""Mitigations written from their formulas into timm's own forward, by hooks around what stands beside the product.
+"""Mitigations written from their formulas into timm's own forward, by hooks before and after the attention's product.
 
 NeuTRENO: u ← u + λ̃ (v⁰ − v). AttnScale: u ← (1 + ω) u − ω mean(v). FeatScale: y ← y + s mean(y) + t (y − mean(y)).
-Nothing here is the package's: v is projected anew from the tokens that enter the attention.
+This file uses no code of the package: v is projected again from the attention's input tokens.
 """
 
 import torch
@@ -11,11 +11,11 @@ from parity.parity_formula import rescale
 
 
 def write_formulas(attentions, own, strength):
-    """Let a model whose attention modules are these compute the mitigations; `own` is what each learns."""
+    """Make the model with these attention modules compute the mitigations; `own` has each module's parameters."""
     first = []
 
     def prepare(attention, own):
-        # The last module that the heads' outputs go through before any norm or gate.
+        # The first module that the heads' outputs enter.
         entrance = getattr(attention, "norm", None)
         entrance = attention.proj if entrance is None else entrance
         values = []
@@ -44,7 +44,7 @@ def write_formulas(attentions, own, strength):
 
 
 def _values(attention, x):
-    """(batch, heads, tokens, head_dim), each key head once for every query head that uses it."""
+    """v (batch, heads, tokens, head_dim), with each key head repeated for every query head that uses it."""
     if getattr(attention, "v_proj", None) is not None:
         v = F.linear(x, attention.v_proj.weight, attention.v_proj.bias)
     else:

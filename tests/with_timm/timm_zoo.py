@@ -1,4 +1,4 @@
-"""timm's models, as its own factory makes them, at toy size."""
+"""timm's models from its own factory, at toy size."""
 
 import timm
 import torch
@@ -11,7 +11,7 @@ STAGES = {"num_classes": 5, "depths": (2, 2), "num_heads": (2, 4)}
 SWIN = {**STAGES, "img_size": 32, "patch_size": 2, "embed_dim": 8, "window_size": 4}
 PVT = {**STAGES, "embed_dims": (8, 16), "sr_ratios": (2, 1), "mlp_ratios": (2, 2)}
 
-# One for each thing that tells timm's attention classes apart.
+# One model for each difference between timm's attention classes.
 FLAT = {
     "vit_tiny_patch16_224": {},  # Attention
     "vit_base_patch16_clip_224": {},  # a norm before the first block
@@ -54,7 +54,7 @@ def create(name, *, fused=True, **options):
 
 
 def prepared(model, fused):
-    """In float64, with parameters away from what would hide a mistake, such as zero biases."""
+    """The model in float64, without parameters that could hide a mistake, such as zero biases."""
     model = model.double().eval()
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
@@ -71,6 +71,6 @@ def images(seed=2, count=2):
 
 
 def assert_parity(model, expected, run=None, tolerance=1e-10, **arguments):
-    """The model's output and gradients, however it runs, are the expected ones."""
+    """The model's output and gradients are the expected ones, also if `run` replaces the model."""
     found = with_gradients((model if run is None else run)(images(), **arguments), model.named_parameters())
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)

@@ -1,13 +1,13 @@
 """Lets timm be imported beside torch's CPU build; import this first.
 
-timm needs torchvision, and PyPI's torchvision needs torch's CUDA build: its compiled operators do not load into the
-CPU build, and the import stops at the first two that it asks for. timm calls neither, so declaring them is enough.
+timm needs torchvision. PyPI's torchvision is built for torch's CUDA build: its compiled operators do not load into the
+CPU build, and the import fails at two of them. timm calls neither, so declaring them is enough.
 """
 
 import torch
 
 SIGNATURE = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-DECLARED = torch.library.Library("torchvision", "FRAGMENT")  # what it declares lasts as long as the object
+DECLARED = torch.library.Library("torchvision", "FRAGMENT")  # declarations last as long as this object
 
 try:
     import torchvision

@@ -18,7 +18,7 @@ from acutance.errors import AcutanceError
 
 @contextmanager
 def refused(words, place=""):
-    """An error of one line that names the place."""
+    """Expect an error of one line that names the place."""
     with pytest.raises(AcutanceError, match=words) as caught:
         yield
     assert str(place) in str(caught.value)

@@ -1,4 +1,4 @@
-"""A queue of two-layer models on the digits: four runs to choose by and one that opens the test set."""
+"""A queue of two-layer models on the digits: four tuning runs and one that reads the test set."""
 
 FIELDS = '["task.model.depth=2", "task.model.dim=6", "task.fraction=0.2", "loop.epochs=2", "loop.batch_size=16"'
 FIELDS += ', "loop.monitor_every=none", "loop.checkpoint_every=4"]'

@@ -8,7 +8,7 @@ TOKENS, WIDTH = 7, 5
 
 
 def centred_branch(eigenvalues, seed=1):
-    """H with these eigenvalues on centred tokens, whatever it does with the channels' mean; and the eigenvectors."""
+    """H with these eigenvalues on centred tokens and a random part on the channels' mean; and the eigenvectors."""
     mean = torch.ones(WIDTH, 1, dtype=torch.float64)
     vectors = torch.linalg.qr(torch.cat([mean, normal(WIDTH, WIDTH - 1, seed=seed)], dim=1)).Q[:, 1:]
     H = (vectors * torch.tensor(eigenvalues, dtype=torch.float64)) @ vectors.mT

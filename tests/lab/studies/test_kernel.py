@@ -222,7 +222,7 @@ def test_wrong_options_are_named(runs, command):
         "no models": partial(kernel_study, {}),
         "bare ViT, without the tokenizer": partial(kernel_study, {"a": vit}, text="a.txt"),
         "needs --text": partial(command, even, "--tokens", 8),
-        "one name: even-seed0, even-seed0": partial(command, even, even / "model.safetensors"),
+        "the same name: even-seed0, even-seed0": partial(command, even, even / "model.safetensors"),
     }.items():
         with pytest.raises(AcutanceError, match=words):
             call()

@@ -4,13 +4,13 @@ import torch
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where data sets are written once."""
+    """A folder into which data sets are written once."""
     return tmp_path_factory.mktemp("data")
 
 
 @pytest.fixture
 def model(task):
-    """With weights that are spread out."""
+    """The task's model with weights far from their initial values."""
     torch.manual_seed(0)
     model = task.build_model()
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Tiny runs on real digits, how they are cut, and what is compared of them."""
+"""Tiny runs on real digits, ways to interrupt them, and comparisons of their results."""
 
 import io
 from contextlib import contextmanager
@@ -22,13 +22,13 @@ MODEL = ViTConfig(
     image_size=8, patch_size=2, in_chans=1, dim=8, depth=2, heads=2, num_classes=10, mlp_ratio=2.0, dropout=0.1
 )
 STEPS_PER_EPOCH = 8  # 129 images (a tenth of each class), in batches of 16
-# In float64 what is left is the order of summation. AdamW divides by the size of the gradient, so rounding grows where
-# a gradient is about zero: the bound is on weights of about 0.1 to 1 after 16 steps.
+# In float64 only the order of summation differs. AdamW divides by the gradient's size, so rounding grows where a
+# gradient is near zero. The bound is for weights of about 0.1 to 1 after 16 steps.
 CLOSE = 1e-9
 
 
 def tiny(*changes, **task):
-    """Two epochs with all that has a state: AdamW, a mean of the weights, dropout, a learning rate that moves."""
+    """Two epochs with everything that has a state: AdamW, a mean of the weights, dropout, a changing learning rate."""
     config = Config(
         task=ClassificationConfig(dataset="digits", model=MODEL, fraction=0.1, **task),
         optim=OptimConfig(lr=1e-2, clip=1.0),
@@ -39,7 +39,7 @@ def tiny(*changes, **task):
 
 
 def fit(config, folder, *, device="cpu", **options):
-    """Train quietly in this process; gives the result and all that was printed."""
+    """Train quietly in this process. Returns the result and all that was printed."""
     output = io.StringIO()
     result = train(config, folder, device=device, console=Console(file=output, width=200), **options)
     return result, output.getvalue()
@@ -61,11 +61,11 @@ def stepping(step, act):
 
 
 class DiedError(Exception):
-    """As good as a crash: nothing runs afterwards that could save anything."""
+    """Simulates a crash: nothing is saved afterwards."""
 
 
 def die_in(step, config, folder, **options):
-    """Train until death in the middle of a step, when nothing of it has reached the weights."""
+    """Train until a crash at the start of a step, before it changes the weights."""
     with stepping(step, Mock(side_effect=DiedError)), pytest.raises(DiedError):
         fit(config, folder, **options)
 
