@@ -47,7 +47,6 @@ class DataOptions:
     dtype: Annotated[str | None, option("float32, float64, bfloat16 or float16.")] = None
 
     def load(self, model: str, **more: Any) -> Any:
-        """The model, on its device."""
         import torch
 
         from acutance.distributed import device

@@ -24,7 +24,6 @@ class MeasureOptions(DataOptions):
     part: Part = None
 
     def profile(self, loaded: Any, batches: Any) -> Any:
-        """The model's profile on these batches."""
         metrics = "all" if self.metrics.strip() == "all" else words(self.metrics)
         chosen: dict[str, Any] = {"prefix": self.prefix, "part": self.part}  # measure refuses unknown ones
         found = ac.measure(loaded.model, batches, metrics=metrics, tap=words(self.tap), across_processes=True, **chosen)

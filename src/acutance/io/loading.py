@@ -164,7 +164,6 @@ def _context(model: nn.Module, config: Any) -> int | None:
 
 
 def _timm(name: str) -> LoadedModel:
-    """The pretrained model behind `timm:…`."""
     try:
         timm = import_extra("timm", "timm: models need timm: pip install 'acutance[timm]'")
     except RuntimeError as error:  # how torchvision says that it was built for another torch

@@ -133,7 +133,6 @@ def load_checkpoint(model: BlockStack | Segmenter, source: PathLike | Mapping[st
 
 
 def _refuse_misfit(label: str, given: Mapping[str, tuple[int, ...]], model: nn.Module) -> None:
-    """Refuse tensors of other names or shapes than the model's."""
     own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     both = sorted(own.keys() & given.keys())
     sizes = [f"{name} {given[name]} for {own[name]}" for name in both if given[name] != own[name]]

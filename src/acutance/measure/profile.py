@@ -72,7 +72,6 @@ class Profile(Result):
         return [asdict(r) for r in self.readings]
 
     def table(self) -> FittedTable:
-        """For the terminal: one row per tap and layer, one column per metric; several tables where it is narrow."""
         cells = {(r.tap, r.layer, r.metric): f"{r.mean:.4f} ± {r.std:.4f}" for r in self.readings}
         return _table(self.title, cells, self.caption)
 

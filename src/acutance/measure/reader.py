@@ -58,7 +58,6 @@ class PendingValues:
         self.read.setdefault((tuple(values.shape), tuple(names), sums), []).append((tap, layer, values))
 
     def send(self) -> None:
-        """Start the one transfer."""
         alike = (torch.stack([values for *_, values in group]) for group in self.read.values())
         numbers = torch.cat([values.flatten().double() for values in alike])
         self.numbers = numbers.to("cpu", non_blocking=True)
@@ -66,7 +65,6 @@ class PendingValues:
             self.done = torch.cuda.current_stream(numbers.device).record_event()
 
     def is_there(self) -> bool:
-        """Whether the device is done with it."""
         return self.done is None or self.done.query()
 
     def received(self) -> tuple[tuple[Key, ...], Numbers]:
@@ -211,7 +209,6 @@ class MetricReader(Visitor):
         return f"{' and '.join(marked) or 'prefix tokens'} {self.prefix}"
 
     def tokens(self, tap: str, layer: int, tokens: Tensor, layout: TokenLayout | None = None) -> None:
-        """Read the token metrics at one tap."""
         if tokens.ndim != 3:
             raise ShapeError(f"{tap} of layer {layer} is {tuple(tokens.shape)}, not (batch, tokens, channels)")
         tokens, mask = (layout or self.samples).tokens(tokens)

@@ -50,12 +50,16 @@ class Documents(NamedTuple):
     inside: Tensor  # whether there is a token, (documents, longest)
 
     @classmethod
-    def of(cls, position_ids: Tensor) -> Self:
-        """Split rows into documents where positions stop counting up."""
+    def of(cls, position_ids: Tensor, batch: int = 1) -> Self | None:
+        """Split the rows of a batch into documents where positions stop counting up; None if each row is one."""
+        if len(position_ids) == 1:  # models broadcast one row of positions over the batch
+            position_ids = position_ids.expand(batch, -1)
         starts = torch.ones_like(position_ids, dtype=torch.bool)
         starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
         labels = starts.flatten().cumsum(0).view_as(starts) - 1
         rows, first = starts.nonzero(as_tuple=True)
+        if len(rows) <= len(starts):
+            return None
         lengths = labels.flatten().bincount()
         steps = torch.arange(int(lengths.max()))
         return cls(labels, rows, (first[:, None] + steps).clamp(max=starts.shape[1] - 1), steps < lengths[:, None])
@@ -103,7 +107,9 @@ class TokenLayout:
         names = IMAGE_PADDING if images else DECODER_PADDING if decoder else PADDING
         text = next((x for x in map(batch.get, ("input_ids", "inputs_embeds")) if isinstance(x, Tensor)), None)
         rows = 1 if text is None else len(text)
-        documents = _packed(batch, rows) if names is PADDING else None
+        documents = None
+        if names is PADDING and isinstance(positions := batch.get("position_ids"), Tensor) and positions.ndim == 2:
+            documents = Documents.of(positions.cpu(), rows)
         padding = mask = _padding(batch, names, rows, is_packed=documents is not None)
         excludes_special = not special and names is PADDING and isinstance(batch.get(SPECIAL), Tensor)
         if excludes_special:
@@ -210,16 +216,6 @@ def fed_of(batch: Any) -> Fed:
 def arguments_of(fed: Any) -> list[Any]:
     """The tensor, or the values in a mapping."""
     return [x for value in fed.values() for x in arguments_of(value)] if isinstance(fed, Mapping) else [fed]
-
-
-def _packed(batch: Mapping[str, Any], rows: int) -> Documents | None:
-    positions = batch.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.ndim != 2:
-        return None
-    if len(positions) == 1:  # models broadcast one row of positions over the batch
-        positions = positions.expand(rows, -1)
-    documents = Documents.of(positions.cpu())
-    return documents if len(documents.rows) > len(positions) else None
 
 
 def _padding(batch: Mapping[str, Any], names: Sequence[str], rows: int, *, is_packed: bool) -> Tensor | None:
