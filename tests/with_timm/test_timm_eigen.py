@@ -50,8 +50,8 @@ def test_it_goes_stays_and_comes_back(tmp_path, name):
     ("name", "error", "reason"),
     [
         ("cait_xxs24_224", AcutanceError, "mixing of heads stands between"),
-        ("vit_tiny_patch16_224 scale norms", AcutanceError, "LayerNorm before W_proj stands between"),
-        ("naflexvit_base_patch16_gap", AcutanceError, "a gate before W_proj stands between"),
+        ("vit_tiny_patch16_224 scale norms", AcutanceError, "a gate of Attention before W_proj stands between"),
+        ("naflexvit_base_patch16_gap", AcutanceError, "a gate of EvaAttention before W_proj stands between"),
         ("vit_small_patch16_rope_224 grouped", ShapeError, "a value head for every query head"),
     ],
 )

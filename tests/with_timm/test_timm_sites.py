@@ -84,9 +84,9 @@ def test_measured_at_every_tap(name):
 
 
 BETWEEN = {
-    "vit_tiny_patch16_224 scale norms": "a LayerNorm before W_proj",
-    "eva02_tiny_patch14_224 joint": "a LayerNorm before W_proj",
-    "naflexvit_base_patch16_gap": "a gate before W_proj",
+    "vit_tiny_patch16_224 scale norms": "a norm or a gate of Attention before W_proj",
+    "eva02_tiny_patch14_224 joint": "a norm or a gate of EvaAttention before W_proj",
+    "naflexvit_base_patch16_gap": "a norm or a gate of EvaAttention before W_proj",
     "cait_xxs24_224": "the mixing of heads",
 }
 

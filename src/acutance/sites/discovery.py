@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from acutance.mitigations.projection import Projection
-from acutance.sites.intercept import Intercept, Product
+from acutance.sites.intercept import MIXED, Intercept, Product
 from acutance.sites.patched import SITE
 from acutance.sites.structure import evaluating, tokens_out
 
@@ -41,8 +41,9 @@ class Surroundings(TorchFunctionMode):
         self.post_norm: nn.Module | None = None  # between the output projection and the residual sum
         self.gain: Tensor | float | None = None  # what the branch is multiplied by, such as LayerScale's gain
         self.is_complete = False  # whether the branch was followed to the residual sum
-        # Where the attention ran: x that entered it, its v and u, what it returned (y), what entered W_proj (merged).
-        self.seen: dict[str, Tensor] = {}
+        # Where the attention ran: x that entered it, its v and u, what it returned (y), what entered W_proj (merged),
+        # and whether it mixes its heads.
+        self.seen: dict[str, Any] = {}
         self._sources = [(block, tokens)]  # the block's input, and the outputs of norms
         self.branch: Tensor | None = None  # the branch's output so far
         self._in_norm = False
@@ -60,8 +61,9 @@ class Surroundings(TorchFunctionMode):
             output.module.register_forward_hook(lambda _module, _args, y: setattr(self, "branch", y))
 
         def attend(product: Product) -> Tensor:
-            seen.update(v=product.v, u=product.own(product.v))
-            return seen["u"]
+            u = product.own(product.v)
+            seen.update(v=product.v, u=u, is_mixed=product.about.get("refusal") == MIXED)
+            return u
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             entering = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]

@@ -91,7 +91,7 @@ class NamedSite(PatchedSite):
         return discover(self.block, self.attention, self._found[0].output, self.dim)
 
     @cached_property
-    def _seen(self) -> dict[str, Tensor]:
+    def _seen(self) -> dict[str, Any]:
         """What the attention did on random tokens, in its block or else in the whole stack."""
         seen = self.surroundings.seen
         if "merged" in seen:
@@ -117,12 +117,14 @@ class NamedSite(PatchedSite):
         return 1 + gain if adds_one else gain
 
     def between(self) -> str | None:
-        """A norm or a gate between the attention and W_proj, as in BitNet and Qwen3-Next.
+        """Mixed heads, as in CaiT, or a norm or a gate between the attention and W_proj, as in BitNet and Qwen3-Next.
 
         The first layer whose attention is of the same class is tried. Where it does not run, a norm inside counts.
         """
         first: Any = next(site for site in self.stack.sites if type(site.attention) is type(self.attention))
         seen, changes = first._seen, any(map(is_norm, self.attention.modules()))
+        if seen.get("is_mixed"):
+            return "the mixing of heads"
         if "merged" in seen:
             changes = not same_values(seen["u"], seen["merged"])
         return f"a norm or a gate of {type(self.attention).__name__} before W_proj" if changes else None

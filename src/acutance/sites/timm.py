@@ -51,16 +51,6 @@ class TimmSite(NamedSite):
         dropout = attention.attn_drop.p if attention.training else 0.0
         return sdpa_product(x, attention.q_norm(q), attention.k_norm(k), v, attn_mask, dropout, is_causal)
 
-    def between(self) -> str | None:
-        """A norm or a gate, which are functions of the tokens; heads that are mixed."""
-        attention = self.attention
-        if hasattr(attention, "proj_w"):
-            return "the mixing of heads"  # after which rows do not sum to one
-        norm = None if hasattr(attention, "sr") else getattr(attention, "norm", None)
-        parts = [] if norm is None or isinstance(norm, nn.Identity) else [f"a {type(norm).__name__}"]
-        parts += [] if getattr(attention, "gate", None) is None else ["a gate"]
-        return f"{' and '.join(parts)} before W_proj" if parts else None
-
     def projections(self) -> Projections:
         """By their names; BEiT and EVA keep the biases of q and v beside the projection."""
         joint = getattr(self.attention, "qkv", None)
