@@ -90,8 +90,8 @@ class AttentionOperator:
         batch, heads, _, keys = logits.shape
         visible = is_visible(logits)
         units = torch.eye(keys, dtype=logits.dtype, device=logits.device).expand(batch, heads, keys, keys)
-        options: dict[str, Any] = {"mask": visible, "sink": sink, "key_heads": key_heads, "has_keys": False}
-        return cls(logits.masked_fill(~visible, 0), units, scale=1.0, **options)
+        q = logits.masked_fill(~visible, 0)
+        return cls(q, units, mask=visible, scale=1.0, sink=sink, key_heads=key_heads, has_keys=False)
 
     def __repr__(self) -> str:
         details = f"shape={self.shape}, kernel={self.kernel!r}, causal={self.causal}, scale={self.scale:.4g}"

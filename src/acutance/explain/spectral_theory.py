@@ -123,8 +123,7 @@ def limit(A: Tensor, H: Tensor) -> Tensor:
     j, i = int((lam - found.lam).abs().argmin()), int((mu - found.mu).abs().argmin())
     u, v = (vector / vector[vector.abs().argmax()] for vector in (left[:, i], right[:, j]))  # real multiples
     outer = torch.outer(u.real, v.real)
-    unit: Tensor = outer / outer.norm()
-    return unit
+    return outer.div(outer.norm())
 
 
 def limit_ratio(u: Tensor) -> float:

@@ -215,7 +215,6 @@ class Combined(Mitigation):
             part.unparametrise(value, output)
 
     def scores(self, q: Tensor | None, k: Tensor | None, call: AttentionCall) -> Scores:
-        """The parts' hooks in turn, whose biases are added."""
         total: Tensor | None = None
         for part in self.parts:
             q, k, bias = part.scores(q, k, call)

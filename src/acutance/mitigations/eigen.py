@@ -98,11 +98,16 @@ class Eigen(Mitigation):
         value.parametrise(self, partial(self._made, 0))
         output.parametrise(self, partial(self._made, 1))
 
+    @torch.no_grad()
     def unparametrise(self, value: Projection, output: Projection) -> None:
         """Give a trained layer back what it had, a new one what it has now."""
         for projection in (output, value):
             projection.unparametrise(keep=not self.shape.pretrained)
-        self._restore_bias(output)
+        if self._biases is not None and (bias := output.offset()) is not None:
+            before, after = (old.to(bias) for old in self._biases)
+            # Bit for bit if nothing happened to it; what it has learnt since stays.
+            bias.copy_(before if torch.equal(bias, after) else bias + (before - after))
+            self._biases = None
 
     def enter(self) -> None:
         """Until `leave`, V is made once for both weights; a graph has it before the attention, which is watched."""
@@ -168,16 +173,6 @@ class Eigen(Mitigation):
         moved = output.matrix().cpu().double() - self.weights()[1].cpu().double()
         bias.copy_(bias.cpu().double() + moved @ constant.cpu().double())
         self._biases = before, bias.clone()
-
-    @torch.no_grad()
-    def _restore_bias(self, output: Projection) -> None:
-        """Restore it bit for bit if nothing happened to it; what it has learnt since stays."""
-        bias = output.offset()
-        if self._biases is None or bias is None:
-            return
-        before, after = (old.to(bias) for old in self._biases)
-        bias.copy_(before if torch.equal(bias, after) else bias + (before - after))
-        self._biases = None
 
 
 def weights_together(mitigations: Sequence[Mitigation | None]) -> list[Weights | None]:
