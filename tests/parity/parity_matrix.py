@@ -1,4 +1,4 @@
-"""The gradient-parity matrix: its cells, how one is run, when its gradients are right; its evidence and its tests."""
+"""The gradient-parity matrix: its cells, how a cell is run and judged, its evidence and its tests."""
 
 import csv
 import gc
@@ -34,15 +34,15 @@ CHECKPOINTING = ("none", "non-reentrant", "re-entrant")
 PROCESSES = ("one process", "DDP", "FSDP2")
 EXACTLY = "float64"  # of every mitigation
 PRECISIONS = ("float32", "bfloat16")  # of all mitigations in one model
-# Of a parameter's own gradient, or of a tenth of all where its own is smaller; docs/parity.md says why these.
+# Relative to a parameter's own gradient, or to a tenth of all gradients if that is larger; see docs/parity.md.
 TOLERANCE = {"float64": 2**-43, "float32": 2**-17, "bfloat16": 2**-4}
 FLOOR = 0.1
 LOST = r"first layer's values, did not come through this activation checkpointing.*use_reentrant=False"
 WRAPPERS = r"(_checkpoint_wrapped_module|_orig_mod)\."
 STEPS = (2, 1)  # seeds of the batches; the gradients of the last one are compared
 BUCKET = 16 * 2**10  # bytes
-MARGIN = {EXACTLY: 1e6, "float32": 1e4, "bfloat16": 5}  # by how much the smallest mistake is to exceed the tolerance
-ALL = "ALL_CELLS"  # set in the environment, it runs all cells, and writes the evidence
+MARGIN = {EXACTLY: 1e6, "float32": 1e4, "bfloat16": 5}  # by how much the smallest mistake must exceed the tolerance
+ALL = "ALL_CELLS"  # an environment variable: run all cells and write the evidence
 EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence" / "parity"
 
 
@@ -63,7 +63,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it went."""
+    """The outcome of a cell."""
 
     result: str  # exact, wrong, refused or crashed
     error: float | None = None  # largest relative error of a parameter's gradient
@@ -71,21 +71,21 @@ class Outcome:
 
 
 def cells(library: str) -> list[Cell]:
-    """All of a library's."""
+    """All cells of a library."""
     heads, ways = SUBJECTS[library].heads, (RUNS, CHECKPOINTING, PROCESSES)
     exactly = product(heads, MITIGATIONS, *ways, (EXACTLY,))
     return [Cell(*choice) for choice in (*exactly, *product(heads, ("all",), *ways, PRECISIONS))]
 
 
 def refusal(library: str, cell: Cell) -> str | None:
-    """What the cell's refusal must say; None where it must be exact."""
+    """What the cell's refusal must say; None if it must be exact."""
     is_lost = library != "acutance.models" and cell.checkpointing == "re-entrant"
     lost = LOST if is_lost and cell.mitigation in ("neutreno", "all") else None
     return SUBJECTS[library].refused.get((cell.heads, cell.mitigation), lost)
 
 
 def assert_as_pinned(library: str, cell: Cell, outcome: Outcome) -> None:
-    """Exact, or refused with the words it should be refused with: no cell may be either."""
+    """Check that the cell is exact if it must be, or refused with the right words."""
     pattern = refusal(library, cell)
     shown = f"{outcome.result}, error {outcome.error}\n{outcome.message}"
     assert outcome.result == ("exact" if pattern is None else "refused"), shown
@@ -94,7 +94,7 @@ def assert_as_pinned(library: str, cell: Cell, outcome: Outcome) -> None:
 
 @cache
 def plain_gradients(subject, heads, precision, mitigation="all", *, cut=None, device="cpu") -> dict[str, Tensor]:
-    """By the plain formula: whole batch, eagerly, in one process, without checkpointing; cut at a layer if asked."""
+    """Gradients by the plain formula: whole batch, eager, one process, no checkpointing; `cut` at a layer if asked."""
     model = moved(subject.mitigated(heads, mitigation), precision, device)
     state = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
     plain, inputs = with_plain_weights(state, *subject.weights), subject.batch(STEPS[-1], heads)
@@ -105,7 +105,7 @@ def plain_gradients(subject, heads, precision, mitigation="all", *, cut=None, de
 
 
 def wanted_gradients(subject, heads, precision, mitigation="all", device="cpu") -> dict[str, Tensor]:
-    """What a cell is compared with: float64 for float32 too, since nothing plain is as exact; else the like."""
+    """The gradients that a cell is compared with: in float64 also for float32, else in the cell's own precision."""
     precision = EXACTLY if precision == "float32" else precision
     return plain_gradients(subject, heads, precision, mitigation, device=device)
 
@@ -114,14 +114,14 @@ def run_cell(library: str, cell: Cell, device: str = "cpu") -> Outcome:
     """Train as the cell says and compare the gradients."""
     subject = subject_of(library, DEPTH[cell.run])
     if cell.run == "compile":
-        gc.collect()  # models that are gone would still disown what is reset here, which torch may not survive
+        gc.collect()  # otherwise models freed later would touch what is reset here, which may crash torch
         torch._dynamo.reset()
         counters.clear()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = gradients(subject, cell, device)
-    except AcutanceError as error:  # only ours are refusals: torch has refused nothing so far
+    except AcutanceError as error:  # only our errors are refusals; torch has refused nothing so far
         return Outcome("refused", message=str(error))
     except Exception as error:
         return Outcome("crashed", message="".join(traceback.format_exception(error)))
@@ -132,12 +132,12 @@ def run_cell(library: str, cell: Cell, device: str = "cpu") -> Outcome:
 
 
 def gradients(subject: Subject, cell: Cell, device: str = "cpu") -> dict[str, Tensor]:
-    """Of the second of two steps: the first would leave behind what must not be found in the second."""
+    """Gradients of the second of two steps, so that anything the first leaves behind would show."""
     model = moved(subject.mitigated(cell.heads, cell.mitigation), cell.precision, device)
     if cell.checkpointing != "none":
         subject.checkpoint(model, cell.checkpointing == "re-entrant")
     wrapped = distribute(subject, model, cell.processes)
-    # What comes before inductor, or tracing alone: generated code is the business of tests/test_inductor.py.
+    # The stages before inductor, or only tracing; tests/test_inductor.py tests generated code.
     backend = "aot_eager" if cell.processes == "one process" else "eager"
     run = torch.compile(wrapped, backend=backend) if cell.run == "compile" else wrapped
     for seed in STEPS:
@@ -152,7 +152,7 @@ def gradients(subject: Subject, cell: Cell, device: str = "cpu") -> dict[str, Te
 def distribute(subject: Subject, model: nn.Module, processes: str) -> nn.Module:
     """Wrap for training in several processes; FSDP2 by blocks, as is usual."""
     if processes == "DDP":
-        # Buckets so small that the compiled graph is cut between them, as that of a large model is.
+        # Buckets so small that the compiled graph is cut between them, as in a large model.
         return DistributedDataParallel(model, bucket_cap_mb=BUCKET / 2**20)
     if processes == "FSDP2":
         mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -167,7 +167,7 @@ def share(x: Tensor) -> Tensor:
 
 
 def gradients_by_name(model: nn.Module) -> dict[str, Tensor]:
-    """By the names that parameters have without wrappers; sharded gradients put together."""
+    """Gradients by the parameters' names without wrappers, unsharded."""
     found = {re.sub(WRAPPERS, "", name): parameter.grad for name, parameter in model.named_parameters()}
     return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in found.items()}
 
@@ -201,7 +201,7 @@ FOUND: dict[tuple[str, Cell], Outcome] = {}
 
 
 def outcome(library: str, cell: Cell) -> Outcome:
-    """Found when first asked for. Starting processes is slow, so all cells of a library that need two share them."""
+    """A cell's outcome, computed on first use. Cells that need two processes share them, since starting is slow."""
     if (library, cell) not in FOUND and cell.processes == "one process":
         FOUND[library, cell] = run_cell(library, cell)
     elif (library, cell) not in FOUND:
@@ -210,7 +210,7 @@ def outcome(library: str, cell: Cell) -> Outcome:
 
 
 def write_evidence(library: str) -> None:
-    """Every cell of the library, and how small a mistake these models would show."""
+    """Write every cell of the library, and the smallest mistake that these models would show."""
     with (EVIDENCE / f"{library}.csv").open("w", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow([*(field.name for field in fields(Cell)), "result", "error"])
@@ -229,7 +229,7 @@ def write_evidence(library: str) -> None:
 
 
 def tested(library: str) -> list[Cell]:
-    """All eager cells of one process. Of the others, which are slow, so many that every pair of settings occurs."""
+    """All eager cells of one process, and enough of the others, which are slow, that every pair of settings occurs."""
     if ALL in os.environ:
         return cells(library)
     return [cell for cell in cells(library) if is_quick(cell) or (library, cell) in every_pair()]
@@ -237,7 +237,7 @@ def tested(library: str) -> list[Cell]:
 
 @cache
 def every_pair() -> list[tuple[str, Cell]]:
-    """Slow cells of all libraries together in which every two settings meet, the library being one."""
+    """Slow cells of all libraries together, in which every pair of settings (the library is one) occurs."""
     slow = [(library, cell) for library in SUBJECTS for cell in cells(library) if not is_quick(cell)]
     pairs = {each: set(combinations(enumerate((each[0], *astuple(each[1]))), 2)) for each in slow}
     chosen, wanted = [], set().union(*pairs.values())
@@ -276,7 +276,7 @@ def _models(library: str) -> Iterator[tuple[Subject, str]]:
 
 
 def smallest_cut(library: str, precision: str) -> float:
-    """The error of the smallest mistake: a gradient through v⁰ that is missing in one layer only."""
+    """The error of the smallest mistake: a gradient through v⁰ that is missing in a single layer."""
     return min(
         distance(plain_gradients(*model, precision, cut=layer), wanted_gradients(*model, precision))
         for model in _models(library)
@@ -285,7 +285,7 @@ def smallest_cut(library: str, precision: str) -> float:
 
 
 def plain_rounding(library: str, precision: str) -> float:
-    """How far the plain formula itself is from float64: what rounding makes of gradients that are right."""
+    """The plain formula's own distance from float64: the rounding error of right gradients."""
     return max(
         distance(plain_gradients(*model, precision), plain_gradients(*model, EXACTLY)) for model in _models(library)
     )

@@ -17,7 +17,7 @@ ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MARKS = {"bos_token_id": 1, "eos_token_id": 2}
 TEXT = SIZES | {"vocab_size": 60, "max_position_embeddings": 64}
 DECODER = TEXT | ENDS | {"num_key_value_heads": 2}
-EXPERTS = {"num_experts_per_tok": 1, "experts_implementation": "eager"}  # the others know no float64
+EXPERTS = {"num_experts_per_tok": 1, "experts_implementation": "eager"}  # other implementations have no float64
 MOE = DECODER | EXPERTS | {"num_experts": 2, "moe_intermediate_size": 16}
 OPT = TEXT | {"ffn_dim": 48, "word_embed_proj_dim": 32}
 MODERNBERT = DECODER | {"cls_token_id": 1, "sep_token_id": 2, "global_attn_every_n_layers": 2, "local_attention": 8}
@@ -130,7 +130,7 @@ ZOO: dict[str, Entry] = {
 
 
 def library() -> Any:
-    """Importing transformers takes seconds, so not while tests are collected."""
+    """transformers, imported late: that takes seconds, too long while tests are collected."""
     return pytest.importorskip("transformers")
 
 
@@ -142,7 +142,7 @@ def tiny(name: str, **options: Any) -> nn.Module:
 
 
 def build(name: str, head: str | None = None, **options: Any) -> nn.Module:
-    """The model in float64, its weights large enough for attention to be far from uniform.
+    """The model in float64, with weights so large that attention is far from uniform.
 
     `head` is the name of another class around the same layers, such as LlamaForCausalLM.
     """
@@ -153,7 +153,7 @@ def build(name: str, head: str | None = None, **options: Any) -> nn.Module:
 
 
 def part_of(name: str, model: nn.Module) -> nn.Module:
-    """The part that holds the stack of layers the entry is about."""
+    """The part with the entry's stack of layers."""
     part = ZOO[name].part
     return model if part is None else model.get_submodule(part)
 
@@ -179,20 +179,20 @@ def batch(name: str, seed: int = 1, padded: bool = True) -> dict[str, Tensor]:
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Norms, rotary positions and softmax of the library ask for float32 in the midst of a float64 model."""
+    """The library's norms, rotary positions and softmax convert to float32, even in a float64 model; prevent that."""
     with mock.patch.object(torch, "float32", torch.float64), mock.patch.object(Tensor, "float", Tensor.double):
         yield
 
 
 def output(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """The last hidden state, or what CLIP says of how texts and images fit."""
+    """The last hidden state, or CLIP's scores of texts and images."""
     torch.manual_seed(0)  # MAE shuffles its patches
     found = model(**inputs)
     return found.logits_per_image if "logits_per_image" in found else found.last_hidden_state
 
 
 def records(model, inputs, found):
-    """The output of a forward pass, and what every site saw of it."""
+    """The output of a forward pass, and the calls that every site recorded."""
     return recorded(lambda: output(model, inputs), found)
 
 

@@ -1,4 +1,4 @@
-"""Tiny models: our ViT, those made of nn.MultiheadAttention, torch's own and such as people write."""
+"""Tiny models: our ViT, models with nn.MultiheadAttention, torch's own, and models as people write them."""
 
 import sys
 import threading
@@ -29,7 +29,7 @@ BIAS = torch.randn(BATCH * HEADS, TOKENS, TOKENS, generator=torch.Generator().ma
 
 
 def shaken(module, seed=0):
-    """Every parameter drawn anew, norms and biases too, and different in every layer."""
+    """Redraw every parameter, norms and biases too, differently in every layer."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
@@ -59,7 +59,7 @@ def images():
 
 
 def mitigated(model, spec, by=0.3, **options):
-    """What is learnt moved away from where it starts, differently in every layer."""
+    """Move a mitigation's parameters away from their initial values, differently in every layer."""
     handle, generator = ac.mitigate(model, spec, **options), torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
         if ".mitigation." in name:
@@ -77,7 +77,7 @@ class Sharper(ac.Mitigation):
 
 
 def recorded(run, found):
-    """What a run gives, and what every site saw of it."""
+    """The output of a run, and the calls that every site recorded."""
     records = []
     with ExitStack() as stack:
         for site in found:
@@ -94,14 +94,14 @@ def tokens(seed=1, batch=BATCH, dtype=torch.float64):
 
 
 def inventory(model):
-    """All that a model is: classes, attributes, hooks, submodules, configurations, and the very parameters."""
+    """Everything in a model: classes, attributes, hooks, submodules, configurations, and parameters by identity."""
     modules = {name: (type(m), {k: repr(value) for k, value in vars(m).items()}) for name, m in model.named_modules()}
     return modules, [(name, id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)]
 
 
 @contextmanager
 def left_alone(model, run=None):
-    """Nothing that the model holds has changed afterwards, and no bit of what `run` gives."""
+    """Check that nothing in the model has changed afterwards, and no bit of `run`'s output."""
     output = None if run is None else run()
     before, state = inventory(model), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     yield output
@@ -111,7 +111,7 @@ def left_alone(model, run=None):
 
 
 def with_gradients(output, parameters):
-    """The output, and the gradients by name of a loss in which each of its numbers counts differently."""
+    """The output, and gradients by name of a loss that weighs each of its numbers differently."""
     parameters = dict(parameters)
     for parameter in parameters.values():
         parameter.grad = None
@@ -122,7 +122,7 @@ def with_gradients(output, parameters):
 
 
 def in_threads(count, work):
-    """What `work` gives for each number, five times; all start together, and what goes wrong in one is raised here."""
+    """Run `work` five times per number, each number in a thread, all starting together. Errors are raised here."""
     barrier, interval = threading.Barrier(count), sys.getswitchinterval()
 
     def run(number):
@@ -138,7 +138,7 @@ def in_threads(count, work):
 
 
 def leaves_of(model):
-    """Its parameters by name, for a plain model to run with."""
+    """The model's parameters by name, as inputs for a plain model."""
     return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
 
 
@@ -163,7 +163,7 @@ class Made(nn.Module):
 
 
 class SelfAttention(Made):
-    """Somebody's wrapper around nn.MultiheadAttention."""
+    """A typical wrapper around nn.MultiheadAttention."""
 
     def __init__(self, **options):
         attention = nn.MultiheadAttention(DIM, HEADS, **{"batch_first": True, **options})
@@ -217,7 +217,7 @@ class PostNorm(Made):
 
 
 def with_positions():
-    """As in detection Transformers: positions are added to queries and keys alone."""
+    """As in detection Transformers: positions are added to queries and keys only."""
 
     def run(self, x):
         h = self.norm(x)
