@@ -1,5 +1,3 @@
-"""Several processes share one measurement: how it is shared out."""
-
 import itertools
 import os
 import subprocess

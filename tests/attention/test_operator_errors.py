@@ -1,5 +1,3 @@
-"""What does not fit is refused with the shapes in the message."""
-
 import pytest
 import torch
 

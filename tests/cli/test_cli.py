@@ -1,5 +1,3 @@
-"""Whole commands, as a user types them."""
-
 import os
 import re
 import signal
@@ -173,7 +171,6 @@ def test_of_several_stacks_the_option_is_named(tmp_path: Path, here) -> None:
 
 @pytest.mark.slow
 def test_two_processes_of_torchrun_give_the_numbers_of_one(plain: Path, tmp_path: Path) -> None:
-    """To the last digits."""
     asked = ["measure", str(plain), "--metrics", "all", "--batch", "32", "--limit", "150", "--dtype", "float64"]
     asked += ["--tap", "block,attention", "--json"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "acutance"]

@@ -1,5 +1,3 @@
-"""Small models, sites and oracles for the tests of explain."""
-
 from functools import partial
 
 import numpy as np

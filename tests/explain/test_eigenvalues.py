@@ -123,7 +123,6 @@ CASES = {
 @pytest.mark.parametrize("dim", [6, 300])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_outermost_are_those_of_the_matrix(case, dim: int) -> None:
-    """Every maximum that explain takes over the spectrum comes out the same, and every value is an eigenvalue."""
     projection, value = case(dim)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

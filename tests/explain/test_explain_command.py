@@ -1,5 +1,3 @@
-"""What `acutance explain` hands over to explain, and draws."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""explain on models of other libraries: whatever sites finds."""
-
 import numpy as np
 import pytest
 import torch

@@ -48,7 +48,6 @@ def lead(H: np.ndarray, A: np.ndarray) -> float:
 
 
 def test_explain_counts_what_brute_force_counts() -> None:
-    """Recount every sample, head and layer by hand; batches add up."""
     model, images = mixed_vit(), normal(6, 1, 8, 8)
     spectrum = ac.explain(model, iter(images.split(4)), progress=False)
     records, stream = watch(model, images)

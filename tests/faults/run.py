@@ -6,9 +6,7 @@ before the tests (an import that breaks) is no catch, and neither is a test that
 """
 
 import argparse
-import compileall
 import os
-import py_compile
 import re
 import shutil
 import subprocess
@@ -60,14 +58,6 @@ def read_faults() -> list[Fault]:
     ]
 
 
-def copy_source(folder: Path) -> Path:
-    """A copy of src/, compiled so that Python looks at what a file holds and not at how old it is."""
-    copy = folder / "src"
-    shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
-    compileall.compile_dir(copy, quiet=1, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
-    return copy
-
-
 def run_tests(source: Path, tests: Sequence[str], *options: str, triton: bool, limit: int | None) -> tuple[int, str]:
     """Exit status and output of pytest with the given source; −1 where it took longer than the limit in seconds."""
     path = [str(source), str(TRITON)] if triton else [str(source)]
@@ -98,7 +88,8 @@ def red_tests(source: Path, faults: Sequence[Fault], triton: bool) -> str:
 
 def own_copy(folder: Path) -> None:
     """Give this thread a source of its own to plant faults in."""
-    OWN.source = copy_source(Path(tempfile.mkdtemp(dir=folder)))
+    OWN.source = Path(tempfile.mkdtemp(dir=folder), "src")
+    shutil.copytree(ROOT / "src", OWN.source, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def try_fault(fault: Fault) -> bool:

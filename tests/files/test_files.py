@@ -1,5 +1,3 @@
-"""Files are whole or not there; a lock is one process's, and goes with it."""
-
 import os
 import signal
 import subprocess

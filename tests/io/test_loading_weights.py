@@ -42,7 +42,6 @@ def test_minilm_reads_as_it_returns() -> None:
 
 @pytest.mark.slow
 def test_smollm2_is_unpacked_rightly(tmp_path: Path, monkeypatch) -> None:
-    """Its file is found in its folder."""
     gguf = pytest.importorskip("gguf")
     # transformers makes the same table of names again for every module, which takes longer than reading the file.
     monkeypatch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))

@@ -1,5 +1,3 @@
-"""A model and its mitigation survive the disk."""
-
 import json
 import logging
 

@@ -1,5 +1,3 @@
-"""Log-sums, entropies and energies of rows against float64."""
-
 import math
 from functools import partial
 

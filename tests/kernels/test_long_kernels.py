@@ -1,5 +1,3 @@
-"""The kernels for long sequences against the formula in float64."""
-
 import kernel_cases
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""The sums of tokens by the kernels against float64."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""The demo on a toy size: what it writes, what it reuses, what it concludes."""
-
 import io
 import json
 import shutil

@@ -1,5 +1,3 @@
-"""A monitor in Lightning and in Hugging Face's Trainer."""
-
 import sys
 import warnings
 
@@ -14,8 +12,6 @@ from acutance.measure.monitor import History
 
 
 class Lightning:
-    """A Net in a LightningModule."""
-
     callback, mixed, autocast_seen = ac.Monitor.for_lightning, {"precision": "bf16-mixed"}, None
 
     def __init__(self):

@@ -25,8 +25,6 @@ TAPS = ["block", "attention", "values", "final"]
 
 
 class Seen(Visitor):
-    """Writes down what it is told."""
-
     def __init__(self, **needs):
         self.needs, self.events = needs, []
 

@@ -1,6 +1,6 @@
 """Mitigations against their papers' formulas, written out with explicit matrices.
 
-NeuTRENO in models of every kind is in tests/parity and tests/fuzz.
+NeuTRENO and FeatScale, and combinations in their order, are in tests/parity and tests/fuzz.
 """
 
 import pytest
@@ -61,18 +61,6 @@ def test_where_a_learnt_strength_starts(learn, layer, pretrained, start, expecte
         torch.testing.assert_close(built.learnt_strength.detach(), torch.tensor(expected))
 
 
-@pytest.mark.parametrize("doubled", [False, True])
-def test_featscale_scales_low_and_high_frequencies(doubled):
-    built = FeatScale(doubled=doubled).for_layer(layer_shape()).double()
-    built.low.data, built.high.data = normal(H * D, seed=1), normal(H * D, seed=2)
-    y = normal(B, N, H * D)
-    average = torch.full((N, N), 1 / N, dtype=torch.float64)
-    low, high = average @ y, (torch.eye(N, dtype=torch.float64) - average) @ y
-    times = 2 if doubled else 1
-    expected = (1 + times * built.low) * low + (1 + times * built.high) * high
-    torch.testing.assert_close(built.features(y, call_of(attention())), expected, rtol=1e-12, atol=1e-12)
-
-
 KERNELS = ("symmetric", "rbf", "linear", "polynomial")
 
 
@@ -109,20 +97,6 @@ def test_attnscale_equals_the_rescaled_matrix(mask, kv_heads):
     rescaled = uniform + (1 + built.gain[:, None, None]) * (A.dense() - uniform)
     expected = rescaled @ v.repeat_interleave(H // kv_heads, dim=1)
     torch.testing.assert_close(built.output(A @ v, v, call_of(A, v)), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_combinations_apply_in_the_order_written():
-    u, v, v0 = normal(B, H, N, D), normal(B, H, N, D, seed=1), normal(B, H, N, D, seed=2)
-    A = attention()
-    pull, mean = 0.6 * (v0 - v), v.mean(-2, keepdim=True)
-
-    def out(chain, position):
-        built = chain.for_layer(layer_shape()).double()
-        built.parts[position].gain.data.fill_(0.5)
-        return built.output(u, v, call_of(A, v, v0))
-
-    torch.testing.assert_close(out(AttnScale() + NeuTRENO(0.6), 0), 1.5 * u - 0.5 * mean + pull)
-    torch.testing.assert_close(out(NeuTRENO(0.6) + AttnScale(), 1), 1.5 * (u + pull) - 0.5 * mean)
 
 
 def test_building_for_a_layer_leaves_the_original_alone():

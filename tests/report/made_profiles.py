@@ -1,5 +1,3 @@
-"""A profile whose means grow with depth."""
-
 from acutance.measure.profile import MetricValue, Profile
 
 

@@ -1,5 +1,3 @@
-"""timm's models by name, with the preprocessing of their data configuration."""
-
 import json
 from pathlib import Path
 from unittest.mock import Mock
@@ -36,7 +34,6 @@ ARGUMENTS = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 24, "num_
 
 
 def test_a_local_folder_is_loaded_and_fed(tmp_path: Path) -> None:
-    """A model the way timm saves one for the Hub."""
     folder = tmp_path / "model"
     folder.mkdir()
     saved = timm.create_model("vit_tiny_patch16_224", num_classes=5, **ARGUMENTS)

@@ -1,5 +1,3 @@
-"""The reference model against timm's own."""
-
 import pytest
 import timm
 import torch

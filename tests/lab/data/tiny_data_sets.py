@@ -1,5 +1,3 @@
-"""Tiny data sets in the layouts of the real ones."""
-
 import gzip
 import io
 import pickle

@@ -111,7 +111,6 @@ def test_robustness_has_a_sheet_by_corruption_and_a_file_that_all_targets_share(
 
 
 def test_runs_carry_what_their_training_says(session, out):
-    """The mitigation is in the trained model, and a start from another run was one."""
     made = session("neutreno-table1", out)
     made.run()
     specs = {planned.label: ac.load(planned.run.model_path).config.mitigation for planned in made.plan}

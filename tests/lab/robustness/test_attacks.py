@@ -1,5 +1,3 @@
-"""Attacks: their bounds, their optimum on a linear model, and which is the stronger."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""Random layers and tokens of the studies."""
-
 import torch
 
 from attention.operator_cases import normal

@@ -1,5 +1,3 @@
-"""The repeated layer against plain loops, and attention that changes."""
-
 import numpy as np
 import pytest
 import torch

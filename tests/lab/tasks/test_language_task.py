@@ -1,5 +1,3 @@
-"""Language modelling: what a batch is, and perplexity counted one window at a time and many at a time."""
-
 import math
 from dataclasses import replace
 from itertools import product

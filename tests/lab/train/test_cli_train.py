@@ -1,5 +1,3 @@
-"""`acutance train` as a command."""
-
 import json
 import re
 import shutil

@@ -1,5 +1,3 @@
-"""Configurations: there and back through JSON, and changed field by field with every mistake named."""
-
 import json
 from operator import attrgetter
 

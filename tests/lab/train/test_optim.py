@@ -1,5 +1,3 @@
-"""Schedules, parameter groups, optimisers, Muon, the mean of the weights."""
-
 import math
 import os
 
