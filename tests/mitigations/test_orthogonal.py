@@ -1,5 +1,3 @@
-"""Free matrices to orthogonal ones and back."""
-
 from functools import partial
 
 import pytest

@@ -1,5 +1,3 @@
-"""Mitigations as one line of text."""
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

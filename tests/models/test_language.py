@@ -1,5 +1,3 @@
-"""The language model: the paper's size, a causal one, and what the softmax gives."""
-
 import pytest
 import torch
 from small_models import seeded, words

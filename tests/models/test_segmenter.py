@@ -1,5 +1,3 @@
-"""Segmenter: the public code's names, images of any size, and its two parts."""
-
 import pytest
 import torch
 from small_models import images as images_of

@@ -46,7 +46,6 @@ class Subject:
         return True
 
     def blocks(self, model: nn.Module) -> nn.ModuleList | nn.Sequential:
-        """The list of the model's blocks."""
         kinds = (nn.ModuleList, nn.Sequential)
         return next(part for part in model.modules() if isinstance(part, kinds) and len(part) == self.depth)
 
@@ -164,15 +163,16 @@ class Timm(Reference):
 
 
 class Torch(Subject):
-    """torch.nn."""
-
     name = "torch.nn"
     weights = ("self_attn.in_proj_weight", "self_attn.out_proj.weight")
 
     def library_model(self, heads):
         ends = {"embed": nn.Linear(5, DIM), "head": nn.Linear(DIM, 3)}
-        run = lambda self, x: self.head(self.encoder(self.embed(x)))  # noqa: E731
-        return tiny.Made(run, **ends, encoder=torch_encoder(self.depth))
+        run = lambda self, x: self.head(self.body(self.embed(x)))  # noqa: E731
+        return tiny.Made(run, **ends, body=self.body(heads))
+
+    def body(self, heads):
+        return torch_encoder(self.depth)
 
     def inputs(self, generator, heads):
         return {"x": torch.randn(BATCH, 7, 5, generator=generator)}
@@ -227,13 +227,10 @@ class Written(Torch):
     heads = ("multi-head", "grouped-query")
     weights = ("attn.v_proj.weight", "attn.out_proj.weight")
 
-    def library_model(self, heads):
-        ends = {"embed": nn.Linear(5, DIM), "head": nn.Linear(DIM, 3)}
+    def body(self, heads):
         form, key_heads = (tiny.sdpa, HEADS) if heads == "multi-head" else (tiny.softmax, HEADS // 2)
         sizes = {"dim": DIM, "heads": HEADS, "key_heads": key_heads, "width": DIM // HEADS}
-        blocks = (tiny.block(tiny.separate_attention(form, **sizes), dim=DIM) for _ in range(self.depth))
-        run = lambda self, x: self.head(self.blocks(self.embed(x)))  # noqa: E731
-        return tiny.Made(run, **ends, blocks=nn.Sequential(*blocks))
+        return nn.Sequential(*(tiny.block(tiny.separate_attention(form, **sizes), dim=DIM) for _ in range(self.depth)))
 
 
 SUBJECTS: dict[str, type[Subject]] = {cls.name: cls for cls in (Reference, Transformers, Torch, Timm, Written)}

@@ -29,7 +29,7 @@ def model():
 
 def wrap(model, kind, *layers):
     for layer in layers:
-        model.encoder.layers[layer - 1] = checkpoint_wrapper(model.encoder.layers[layer - 1], kind)
+        model.body.layers[layer - 1] = checkpoint_wrapper(model.body.layers[layer - 1], kind)
 
 
 def run_by(encoder, forward):
@@ -74,7 +74,7 @@ def test_checkpoints_of_several_blocks(model, lengths, reentrant):
             x = checkpoint(nn.Sequential(*islice(rest, length)), x, use_reentrant=reentrant)
         return x
 
-    run_by(model.encoder, forward)
+    run_by(model.body, forward)
     assert_refused(model, "use_reentrant=False") if reentrant and len(lengths) > 1 else assert_exact(model)
 
 
@@ -84,7 +84,7 @@ def test_checkpoints_of_several_blocks(model, lengths, reentrant):
 )
 def test_checkpointing_the_attention_alone(model, kind, layers):
     for layer in layers:
-        block = model.encoder.layers[layer - 1]
+        block = model.body.layers[layer - 1]
         block.self_attn = checkpoint_wrapper(block.self_attn, kind)
     assert_exact(model) if kind is NON_REENTRANT else assert_refused(model, "around whole blocks")
 
@@ -95,10 +95,10 @@ def test_first_layers_frozen_by_no_grad_are_not_taken_for_checkpointing(model):
             x = layers[0](x)
         return layers[2](layers[1](x))
 
-    run_by(model.encoder, forward)
+    run_by(model.body, forward)
     train(model)
-    assert model.encoder.layers[0].self_attn.in_proj_bias.grad is None
-    assert model.encoder.layers[1].self_attn.in_proj_bias.grad is not None
+    assert model.body.layers[0].self_attn.in_proj_bias.grad is None
+    assert model.body.layers[1].self_attn.in_proj_bias.grad is not None
 
 
 def twice(model):
@@ -126,7 +126,7 @@ def test_blocks_whose_first_tensor_serves_several_forward_passes_are_refused():
             x = checkpoint(layer, mask, x, use_reentrant=False)
         return x
 
-    run_by(model.encoder, forward)
+    run_by(model.body, forward)
     assert_refused(model, "whose first argument is the tokens", twice(model))
 
 
@@ -134,7 +134,7 @@ def test_blocks_whose_first_tensor_serves_several_forward_passes_are_refused():
 @pytest.mark.parametrize("checkpointed", [(), (1, 2, 3)])
 def test_compiled_block_by_block_outside_of_checkpoints(model, checkpointed):
     wrap(model, NON_REENTRANT, *checkpointed)
-    for layer in model.encoder.layers:
+    for layer in model.body.layers:
         layer.compile(backend="aot_eager")
     assert_exact(model)
 
@@ -142,7 +142,7 @@ def test_compiled_block_by_block_outside_of_checkpoints(model, checkpointed):
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layers"), [(NON_REENTRANT, (1, 2, 3)), (REENTRANT, (1,)), (REENTRANT, (2,))])
 def test_compiled_inside_of_checkpoints_is_refused(model, kind, layers):
-    for layer in model.encoder.layers:
+    for layer in model.body.layers:
         layer.compile(backend="aot_eager")
     wrap(model, kind, *layers)
     assert_refused(model, r"torch\.compile around it")

@@ -37,8 +37,6 @@ def with_memory(model, x):
 
 
 class Case(NamedTuple):
-    """A model, and how it is run."""
-
     make: Callable[[], nn.Module]
     run: Callable[..., torch.Tensor] = lambda model, x, **arguments: model(x, **arguments)
     spec: str = f"{SPEC}+featscale"

@@ -40,8 +40,6 @@ TOWERS = {"text_config": TEXT | MARKS, "vision_config": VISION}
 
 @dataclass(frozen=True)
 class Entry:
-    """One architecture."""
-
     model: str
     options: dict[str, Any] = field(default_factory=TEXT.copy)
     kind: str = "text"  # text, image, both, sound or seq2seq

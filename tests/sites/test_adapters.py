@@ -49,8 +49,6 @@ class PeftLike(Lora):
 
 
 class Gated(Lora):
-    """Not linear."""
-
     def forward(self, x):
         return self.base_layer(x) + self.lora_B(self.lora_A(x).relu())
 

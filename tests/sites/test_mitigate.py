@@ -1,5 +1,3 @@
-"""mitigate: into a model and out of it again."""
-
 from functools import partial
 
 import hf_zoo

@@ -1,5 +1,3 @@
-"""Eigen in timm's models: H = V Λ Vᵀ written out, functions and gradients of all parameters."""
-
 import pytest
 import torch
 from timm_zoo import assert_parity, create, images
