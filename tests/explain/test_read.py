@@ -206,8 +206,10 @@ def test_eigenvalues_of_attention_that_have_not_converged_make_the_verdict_unkno
     ("batches", "options", "error", "message"),
     [
         ([], {}, AcutanceError, "no batches"),
-        (None, {"norm": "maybe"}, AcutanceError, "'fold' or 'ignore'"),
+        (None, {"norm": "maybe"}, AcutanceError, "unknown norm maybe; known: fold, ignore"),
+        (None, {"norm": None}, AcutanceError, "unknown norm None"),
         (None, {"prefix": "both"}, AcutanceError, "unknown prefix both; known: in, out"),
+        (None, {"prefix": ["in"]}, AcutanceError, r"unknown prefix \['in'\]"),
         ([torch.full((1, 1, 8, 8), torch.nan)], {}, NonFiniteError, "layer 1"),
     ],
 )

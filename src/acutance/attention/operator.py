@@ -200,15 +200,14 @@ class AttentionOperator:
             by_size = values.abs().gather(-1, by_phase).argsort(dim=-1, descending=True, stable=True)
             return by_phase.gather(-1, by_size)[..., :k]
 
-        return spectra.warned(self, spectra.selected(self, largest, k or tokens))
+        return spectra.eigenvalues(self, largest, k or tokens)
 
     @torch.no_grad()
     def extreme_eigenvalues(self) -> tuple[Tensor, Tensor]:
         """The eigenvalues μ_max and μ_min of largest and smallest real part, complex (batch, heads) each."""
         self._check_square("eigenvalues")
-        ends = spectra.selected(self, lambda x: torch.stack([x.real.argmax(-1), x.real.argmin(-1)], -1), 2)
-        extremes = spectra.warned(self, ends)
-        return extremes[..., 0], extremes[..., 1]
+        ends = spectra.eigenvalues(self, lambda x: torch.stack([x.real.argmax(-1), x.real.argmin(-1)], -1), 2)
+        return ends[..., 0], ends[..., 1]
 
     @torch.no_grad()
     def stationary(self) -> Tensor:

@@ -60,8 +60,9 @@ def tolerance_of(A: AttentionOperator) -> float:
     return float(torch.finfo(accumulation_dtype(A.q, A.k)).eps ** (2 / 3))
 
 
-def warned(A: AttentionOperator, found: Ritz) -> Tensor:
-    """The eigenvalues, with a warning where they have not converged."""
+def eigenvalues(A: AttentionOperator, select: Select, count: int) -> Tensor:
+    """The selected eigenvalues, with a warning where they have not converged."""
+    found = selected(A, select, count)
     if not (error := float(found.residuals.max())) <= (tolerance := tolerance_of(A)):
         where = f"not converged in a Krylov space of {found.size} vectors: the largest residual ‖Az − μz‖"
         message = f"is {error:.1e}, wanted {tolerance:.1e}; the largest ones are good, ask for fewer"
@@ -94,7 +95,7 @@ def solve_stationary(entries: Tensor) -> Tensor:
     identity = torch.eye(exact.shape[-1], dtype=torch.float64, device=exact.device)
     ones = torch.ones_like(exact[..., :1])
     # The second right-hand side is a probe: its solution explodes when the system is (nearly) singular.
-    solutions: Tensor = torch.linalg.solve_ex(exact.mT - identity + 1.0, torch.cat([ones, _random_like(ones)], -1))[0]
+    solutions: Tensor = torch.linalg.solve_ex(exact.mT - identity + 1.0, torch.cat([ones, random_like(ones)], -1))[0]
     solution, probe = solutions[..., :1], solutions[..., 1:]
     found = solution.clamp(min=0.0).to(entries.dtype)
     error = (exact.mT @ found.double() - found).abs().sum(-2) + (solution.sum(-2) - 1).abs()
@@ -128,12 +129,12 @@ def _by_projection(A: AttentionOperator) -> Tensor:
 
 def _start(A: AttentionOperator) -> Tensor:
     """Constant tokens and `BLOCK` − 1 random vectors."""
-    start = _random_like(A.q.new_empty(*A.shape[:3], BLOCK))
+    start = random_like(A.q.new_empty(*A.shape[:3], BLOCK))
     start[..., 0] = 1
     return start
 
 
-def _random_like(x: Tensor) -> Tensor:
+def random_like(x: Tensor) -> Tensor:
     """Normal numbers, the same on every device and at every call."""
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype).to(x.device)
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -57,9 +57,8 @@ def explain(
         part: path of the submodule to read, if a model has several stacks of layers, e.g. `model.encoder`.
         progress: show progress bars.
     """
-    if norm not in ("fold", "ignore"):
-        raise AcutanceError(f"norm is 'fold' or 'ignore', not {norm!r}")
-    chosen("prefix", prefix, PREFIXES)
+    chosen("norm", [norm], get_args(Norm))
+    chosen("prefix", [prefix], PREFIXES)
     refuse_single(batches)
     bare = bare_module(model)
     refuse_sharded(bare, "explain")

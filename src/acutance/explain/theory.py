@@ -52,7 +52,7 @@ def simulate_walks(
     A: Attention, v: Tensor, start: int, steps: int, walks: int, generator: torch.Generator | None = None
 ) -> Tensor:
     """Lemma 1 by throwing dice: the values (..., walks, C) where that many walks from token `start` end."""
-    transition = _dense(A)
+    transition = A if isinstance(A, Tensor) else A.dense()
     position = transition.new_full((*transition.shape[:-2], walks), start, dtype=torch.long)
     for _ in range(steps):
         odds = torch.take_along_dim(transition, position.unsqueeze(-1), dim=-2)
@@ -103,7 +103,7 @@ def fidelity_limit(A: Attention, f: Tensor, strength: float) -> Tensor:
     if not strength > 0:
         raise AcutanceError(f"fidelity_limit needs a strength above 0, got {strength}; see smoothing_limit for 0")
     if (tokens := A.shape[-1]) <= DENSE_TOKENS:
-        matrix = require_finite(_dense(A), "A")
+        matrix = require_finite(A if isinstance(A, Tensor) else A.dense(), "A")
         dtype = accumulation_dtype(matrix, f)
         system = (1 + strength) * torch.eye(tokens, dtype=dtype, device=matrix.device) - matrix.to(dtype)
         limit: Tensor = torch.linalg.lu_solve(*torch.linalg.lu_factor(system), strength * f.to(dtype))
@@ -122,10 +122,6 @@ def fidelity_limit(A: Attention, f: Tensor, strength: float) -> Tensor:
     for _ in range(math.ceil(products)):
         u = (A @ u + strength * f) / (1 + strength)
     return u
-
-
-def _dense(A: Attention) -> Tensor:
-    return A if isinstance(A, Tensor) else A.dense()
 
 
 def _eigenvalues(A: Attention) -> Tensor:

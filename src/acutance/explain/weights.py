@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from acutance import sites
 from acutance.attention.products import repeat_heads
-from acutance.attention.spectra import arnoldi
+from acutance.attention.spectra import arnoldi, random_like
 from acutance.errors import AcutanceError, require_finite, warn
 from acutance.explain.spectral_theory import Series
 from acutance.explain.spectrum import Eigenvalues, LayerSpectrum
@@ -101,7 +101,7 @@ def arnoldi_hull(projection: Tensor, value: Tensor, *, layer: int) -> tuple[Eige
     left, right = smaller(projection, value)
     # One vector at a time: a block finds repeated eigenvalues, which a maximum has no use for, but reaches a lower
     # power of H with as many vectors.
-    start = torch.randn(len(left), 1, dtype=left.dtype, generator=torch.Generator().manual_seed(0)).to(left.device)
+    start = random_like(left[:, :1])
     product = require_finite(left @ (right @ start), f"layer {layer}: H")
     size = float(product.norm() / start.norm())  # ‖H‖_F/√d on average
     tolerance = size * ROUNDING * torch.finfo(projection.dtype).eps

@@ -247,5 +247,5 @@ def chosen(what: str, choice: str | Sequence[str], known: Sequence[str]) -> list
     names = [choice] if isinstance(choice, str) else list(choice)
     unknown = [name for name in names if name not in known]
     if unknown or not names:
-        raise AcutanceError(f"unknown {what} {', '.join(unknown) or '(none)'}; known: {', '.join(known)}")
+        raise AcutanceError(f"unknown {what} {', '.join(map(str, unknown)) or '(none)'}; known: {', '.join(known)}")
     return names
