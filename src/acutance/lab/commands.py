@@ -20,14 +20,14 @@ studies = typer.Typer(
     help="Studies: deep random networks; affinities and layers of trained models.", no_args_is_help=True
 )
 
-Split = Annotated[str, option("test, or val or train of the training set.")]
+Split = Annotated[str, option("test, train, or val (the held-out slice).")]
 Weights = Annotated[str, option("last, which recipes report, or best on the held-out slice.")]
 Changes = Annotated[list[str] | None, option("Change a field, e.g. optim.lr=1e-3; can be given again.", "--set")]
 Markdown = Annotated[Path | None, option("Also write the table here.", "--markdown")]
 
 
 def list_rows(rows: Iterable[Sequence[str]], *columns: str) -> None:
-    """Print a table of words; the first column is not broken."""
+    """Print a table of words. The first column does not wrap."""
     table = Table(Column(columns[0], no_wrap=True), *columns[1:], box=None)
     for row in rows:
         table.add_row(*map(escape, row))
@@ -35,7 +35,7 @@ def list_rows(rows: Iterable[Sequence[str]], *columns: str) -> None:
 
 
 def is_first_process() -> bool:
-    """Whether this process may print: one of those that torchrun or the trainer started."""
+    """Whether this process is the first of those that torchrun or the trainer started, and may print."""
     return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
 
 
