@@ -256,11 +256,14 @@ def test_no_distribution_is_better_than_a_wrong_one(monkeypatch):
                 AttentionOperator(c.q[:1, :1], c.k[:1, :1], mask=mask).stationary()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("tokens", [5, 20])
-def test_nothing_is_said_of_the_spectrum_of_nan(tokens, monkeypatch):
+def test_nothing_is_said_of_the_spectrum_of_nan(tokens, value, monkeypatch):
     monkeypatch.setattr(spectra, "DENSE_TOKENS", 10)
     q, k = torch.randn(1, 2, tokens, 8), torch.randn(1, 2, tokens, 8)
-    q[0, 0, 1, 0] = torch.nan
+    q[0, 0, 1, 0] = value
     for options in ({}, {"causal": True}, {"kernel": "symmetric"}):
-        with pytest.raises(NonFiniteError, match="NaN"):
-            AttentionOperator(k, q, **options).eigenvalues(2)
+        A = AttentionOperator(k, q, **options)
+        for spectrum in (A.eigenvalues, A.extreme_eigenvalues, *[A.stationary] * (not A.causal)):
+            with pytest.raises(NonFiniteError, match="NaN"):
+                spectrum()

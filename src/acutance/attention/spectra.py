@@ -78,11 +78,11 @@ def stationary(A: AttentionOperator) -> Tensor:
     # Detailed balance of a symmetric kernel: π_i ∝ d_i = Σ_j k_ij (arxiv.org/abs/2312.00751, Lemma 2).
     row_sums = torch.zeros(A.shape[:3], dtype=accumulation_dtype(A.q, A.k)).to(A.device) if causal else A.logsumexp()
     log_mass = add_mask(row_sums, None if A.mask4 is None else A.mask4.squeeze(-2))
-    visible = log_mass > -torch.inf
+    visible = log_mass != -torch.inf
     if not visible.any(dim=-1).all():
         raise AcutanceError("no stationary distribution: in some sequence every key is masked")
     if not causal:
-        return log_mass.softmax(dim=-1)
+        return require_finite(log_mass.softmax(dim=-1), "Σ_j A_ij")
     # The first token that can be seen sees itself alone, so every causal walk ends there.
     first = visible.to(torch.uint8).argmax(dim=-1, keepdim=True)
     return torch.zeros_like(log_mass).scatter(-1, first, 1.0)
@@ -195,6 +195,6 @@ def _orthogonalise(block: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     for _ in range(3):
         along = basis.mT @ block
         inside = inside + along @ outside
-        block, triangle = torch.linalg.qr(block - basis @ along)
+        block, triangle = torch.linalg.qr(require_finite(block - basis @ along, "A"))
         outside = triangle @ outside
     return torch.cat([inside, outside.expand(*inside.shape[:-2], -1, -1)], dim=-2), block

@@ -115,10 +115,7 @@ class LayerReader(Visitor):
         self.kept = defaultdict[str, list[Tensor]](list)  # per sample: the prediction, and what happened
 
     def begin(self, batch: Batch) -> None:
-        self.counted, self.present = batch.samples(self.prefix), batch.samples("in")
-        if self.counted.filled is not None:
-            empty = int(self.counted.filled.argmin()) + 1
-            raise AcutanceError(f"sample {empty} of a batch has no token that counts: leave it out of the batch")
+        self.counted, self.present = batch.samples(self.prefix).refuse_empty(), batch.samples("in")
 
     def enter(self, layer: int, tokens: Tensor) -> None:
         self.tokens = tokens

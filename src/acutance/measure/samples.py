@@ -126,6 +126,13 @@ class TokenLayout:
         counts = None if self.mask is None else self._counted(self.mask.shape, torch.device("cpu"))[1]
         return None if counts is None or bool(counts.any(1).all()) else counts.any(1).numpy()
 
+    def refuse_empty(self) -> Self:
+        """The layout itself, where every sample has a token that counts."""
+        if self.filled is not None:
+            empty = int(self.filled.argmin()) + 1
+            raise AcutanceError(f"sample {empty} of a batch has no token that counts: leave it out of the batch")
+        return self
+
     def tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Tokens (samples, tokens, channels), and which of them count."""
         kind = tokens.shape[:2], tokens.device  # mostly that of every layer

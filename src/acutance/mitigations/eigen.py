@@ -149,7 +149,7 @@ class Eigen(Mitigation):
     def _start(self, value: Tensor, projection: Tensor) -> None:
         value = require_finite(value.cpu().double(), f"layer {self.shape.layer}: W_V")
         projection = require_finite(projection.cpu().double(), f"layer {self.shape.layer}: W_proj")
-        before = projection @ value
+        before = require_finite(projection @ value, f"layer {self.shape.layer}: H")
         wanted, v = torch.linalg.eigh((before + before.mT) / 2)
         order = _share_out(wanted, v, value, projection, self.shape.heads)
         wanted, v = wanted[order], v[:, order]

@@ -138,6 +138,8 @@ def test_what_cannot_be_compared_is_refused_and_weights_that_are_not_known_are_n
         kernel_assumptions(vit(attention="linear"), [torch.randn(2, 1, 8, 8)])
     with pytest.raises(AcutanceError, match="no batches"):
         kernel_assumptions(vit(), [])
+    with pytest.raises(AcutanceError, match="sample 1 of a batch has no token that counts"):
+        kernel_assumptions(build("bert"), [{"input_ids": IDS, "attention_mask": torch.arange(len(IDS))[:, None] * IDS}])
 
 
 @pytest.mark.parametrize(("row", "named"), [(0, "layer 2: .*q holds NaN"), (12, "layer 2: .*k holds NaN")])

@@ -189,7 +189,7 @@ class AssumptionReader(Visitor):
         self.layers: dict[int, dict[str, list[Tensor]]] = {}
 
     def begin(self, batch: Batch) -> None:
-        self.samples = batch.samples("in")
+        self.samples = batch.samples("in").refuse_empty()
 
     def attend(self, layer: int, call: AttentionCall) -> None:
         into = self.layers.setdefault(layer, {})
@@ -217,8 +217,9 @@ def _measures(record: AttentionCall, samples: TokenLayout, generator: torch.Gene
     kernel, random = (_kernel(x, pairs, A.softcap) for x in (logits, shuffled))
     found = {"logits_asymmetry": asymmetry(q, k), "logits_negative": negative_share(q, k)}
     for of, ending, S in (("kernel", "", kernel), ("logits", "_permuted", shuffled), ("kernel", "_permuted", random)):
-        found[f"{of}_asymmetry{ending}"] = torch.linalg.matrix_norm(S - S.mT) / torch.linalg.matrix_norm(S + S.mT)
-        found[f"{of}_negative{ending}"] = _negative(torch.linalg.eigvalsh(S + S.mT))
+        twice = require_finite(S + S.mT, f"layer {record.layer}: S + Sᵀ")
+        found[f"{of}_asymmetry{ending}"] = torch.linalg.matrix_norm(S - S.mT) / torch.linalg.matrix_norm(twice)
+        found[f"{of}_negative{ending}"] = _negative(torch.linalg.eigvalsh(twice))
     return found | {"alignment": metrics.gradient_alignment(A, record.values, counts)}
 
 
