@@ -15,6 +15,7 @@ import torch
 from tiny_models import DEPTH, DIM, FORMS, HEADS, WRITTEN, Sharper, gpt, ids, joint, left_alone, readings
 from torch import nn
 from torch.nn import functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import acutance as ac
 from acutance import sites
@@ -100,6 +101,19 @@ def test_explain_reads_weights_norm_and_data():
     assert spectrum.layers[1].norm == "folded"
     assert spectrum.layers[1].dominance.samples == 2
     assert [(s.layer, s.name, s.heads) for s in sites.find(model)] == [(i + 1, f"h.{i}.attn", HEADS) for i in range(3)]
+
+
+def by_interface(self, x):
+    q, k, v = map(models.split, self.c_attn(x).chunk(3, dim=-1))
+    u, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](self, q, k, v, None, is_causal=True)
+    return self.c_proj(u.flatten(2))
+
+
+def test_anybody_may_call_transformers_interface():
+    ac.mitigate(hf_zoo.build("llama"), "neutreno:0.6").remove()  # takes it over
+    model = gpt(run=by_interface)
+    with ac.mitigate(model, f"neutreno:{STRENGTH}"):
+        assert_exact(model, model, ids())
 
 
 KEPT = []

@@ -49,9 +49,6 @@ class MultiheadSite(NamedSite):
     def output_projection(self) -> nn.Module | None:
         return None  # it is applied in our forward
 
-    def between(self) -> str | None:
-        return None
-
     def tokens(self, x: Tensor) -> Tensor:
         """What goes through the block as (batch, tokens, dim), also where it is (tokens, batch, dim) or one sample."""
         if x.ndim == 2:

@@ -37,15 +37,13 @@ class HuggingFaceSite(NamedSite):
         """Through the attention interface, or intercepted, where the model's function lets anybody look."""
         self._implementation()
         self.interface = "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(type(self.attention).forward).__code__.co_names
-        if self.interface:
-            take_over_sdpa()
+        take_over_sdpa()
         super().route()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A pickled model may be loaded where nobody has taken the interface over yet."""
         vars(self).update(state)
-        if self.interface:
-            take_over_sdpa()
+        take_over_sdpa()
 
     def is_called(self, arguments: Mapping[str, Any]) -> bool:
         """By the attention interface, unless the model was told to write its softmax out."""
@@ -84,8 +82,8 @@ def take_over_sdpa() -> None:
     def sdpa_attention_forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        site = module.__dict__.get(SITE)
-        if site is None or not site.interface or not site.is_active or site.stack.passes.current() is None:
+        site: Any = module.__dict__.get(SITE)
+        if not getattr(site, "interface", False) or not site.is_active or site.stack.passes.current() is None:
             answer: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **options)
             return answer
         u = site.attend(_product(own, module, query, key, value, attention_mask, options))
@@ -165,22 +163,16 @@ def note(model: nn.Module) -> Callable[[], None]:
 
     By class, with paths from there: a part that was mitigated by itself does not know the model around it.
     """
-    carried, inside = record(model), {type(module).__name__ for module in model.modules()}
-    before: dict[int, tuple[Any, dict[str, Any]]] = {}
-    for path, module in model.named_modules():  # outer ones first, which may share their configuration with inner ones
+    inside, noted, undo = {type(module).__name__ for module in model.modules()}, set(), ExitStack()
+    for module in model.modules():  # outer ones first, which may share their configuration with inner ones
         config = vars(module).get("config")
-        if hasattr(config, "model_type") and id(config) not in before:
-            prefix = f"{path}." if path else ""
-            own = {name.removeprefix(prefix): spec for name, spec in carried.items() if name.startswith(prefix)}
-            before[id(config)] = config, vars(config).pop(NOTE, {})
-            others = {kind: specs for kind, specs in before[id(config)][1].items() if kind not in inside}
+        if hasattr(config, "model_type") and id(config) not in noted:
+            noted.add(id(config))
+            before, own = vars(config).get(NOTE, {}), record(module)
+            undo.callback(_write_note, config, before)
+            others = {kind: specs for kind, specs in before.items() if kind not in inside}
             _write_note(config, others | ({type(module).__name__: own} if own else {}))
-
-    def undo() -> None:
-        for config, notes in before.values():
-            _write_note(config, notes)
-
-    return undo
+    return undo.close
 
 
 def _write_note(config: Any, notes: dict[str, Any]) -> None:
