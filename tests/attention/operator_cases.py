@@ -19,28 +19,35 @@ MASKINGS = ("none", "keys", "full", "causal", "causal+keys")
 
 
 def formula(q, k, mask=None, causal=False, kernel="softmax", scale=0, sink=None, softcap=None):
-    """The matrix and its log row sums, in plain autograd and float64: masks are factors; no log, softmax or tile."""
+    """The matrix and its log row sums, as a whole, in plain autograd and float64."""
     q, k, scale = q.double(), with_heads(k.double(), q.size(1)), scale or q.size(-1) ** -0.5
     q = k if kernel == "symmetric" else q
     if kernel in ("softmax", "symmetric"):
         logits = scale * q @ k.mT
-        values = (logits if softcap is None else softcap * torch.tanh(logits / softcap)).exp()
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     elif kernel == "rbf":
-        values = (-scale * (q[:, :, :, None] - k[:, :, None]).square().sum(-1) / 2).exp()
+        logits = -scale * (q[:, :, :, None] - k[:, :, None]).square().sum(-1) / 2
     elif kernel == "linear":
-        values = (F.elu(q) + 1) @ (F.elu(k) + 1).mT
+        logits = ((F.elu(q) + 1) @ (F.elu(k) + 1).mT).log()
     else:
-        values = (1 + scale * q @ k.mT) ** 2
+        logits = (1 + scale * q @ k.mT).square().log()
+    bias = torch.zeros_like(logits)
     if mask is not None:
         is_of_keys = mask.dtype == torch.bool and mask.shape == (k.size(0), k.size(-2))
         mask = mask[:, None, None, :] if is_of_keys else mask
-        values = values * (mask if mask.dtype == torch.bool else mask.double().exp())
-    values = values.tril(k.size(-2) - q.size(-2)) if causal else values
-    sums = values.sum(-1)
-    nothing = sums == 0
-    sums = sums.masked_fill(nothing, 1)
-    whole = sums if sink is None else sums + sink.double().exp()[:, None]
-    return values / whole[..., None], sums.log().masked_fill(nothing, -torch.inf)
+        bias = bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+    if causal:
+        seen = torch.ones_like(logits, dtype=torch.bool).tril(k.size(-2) - q.size(-2))
+        bias = bias.masked_fill(~seen, -torch.inf)
+    top = bias.detach().amax(-1, keepdim=True)
+    nothing = top == -torch.inf
+    top = top.masked_fill(nothing, 0)
+    logits = (logits + (bias - top)).masked_fill(nothing, 0)  # a low number in a whole row would round logits away
+    sums = logits.logsumexp(-1, keepdim=True)
+    weights = (logits - sums).exp().masked_fill(nothing, 0)
+    sums = (sums + top).masked_fill(nothing, -torch.inf)
+    weights = weights if sink is None else weights * torch.sigmoid(sums - sink.double()[:, None, None])
+    return weights, sums.squeeze(-1)
 
 
 def normal(*shape, seed=0, dtype=torch.float64):

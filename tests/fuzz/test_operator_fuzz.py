@@ -9,6 +9,7 @@ from laws import law
 
 from acutance import AttentionOperator, metrics
 from acutance.errors import AcutanceError
+from attention.operator_cases import formula
 
 TOLERANCE = {"float64": 1e-9, "float32": 2e-4, "bfloat16": 4e-2, "float16": 5e-3}
 LOW = (-math.inf, torch.finfo(torch.float32).min, -1e9, -1e4)
@@ -22,7 +23,8 @@ class Operator(SimpleNamespace):
     def make(self):
         """The operator, its matrix in float64, and which rows see anything."""
         q, k, options = self.arguments()
-        return AttentionOperator(q, k, **options), *written_out(q, k, **options)
+        weights, sums = formula(q, k, **options)
+        return AttentionOperator(q, k, **options), weights, sums > -math.inf
 
     def arguments(self):
         """Queries, keys and options."""
@@ -76,28 +78,6 @@ SHARP = OPERATORS.filter(lambda case: case.sharpness >= 40 and case.mask in ("no
 SQUARE = OPERATORS.filter(lambda case: case.queries is None and not case.sink)
 
 
-def written_out(q, k, causal, mask, softcap=None, sink=None):
-    """The matrix in float64, and which of its rows see anything."""
-    heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
-    logits = q.double() @ k.double().repeat_interleave(heads // k.shape[1], 1).mT / q.shape[-1] ** 0.5
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    bias = torch.zeros_like(logits)
-    if mask is not None:
-        mask = mask[:, None, None] if mask.ndim == 2 else mask
-        bias = bias.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else bias + mask
-    if causal:
-        bias = bias.masked_fill(~torch.ones(queries, keys).bool().tril(keys - queries), -math.inf)
-    top = bias.amax(-1, keepdim=True)
-    hidden = top == -math.inf
-    top = top.masked_fill(hidden, 0)
-    logits = (logits + (bias - top)).masked_fill(hidden, 0)  # a row's constant is none of the softmax's business
-    sums = logits.logsumexp(-1, keepdim=True)
-    weights = (logits - sums).exp().masked_fill(hidden, 0)
-    if sink is not None:
-        weights = weights * torch.sigmoid(sums + top - sink.double()[:, None, None])
-    return weights, ~hidden.squeeze(-1)
-
-
 def assert_near(found, wanted, tolerance):
     assert found.isfinite().all()
     error = ((found.double() - wanted).abs() / (1 + wanted.abs().amax())).max()
@@ -119,7 +99,7 @@ def test_products_and_their_gradients_are_those_of_one_matrix(case):
         x = torch.arange(3.0 * A.shape[3], dtype=A.dtype).view(-1, 3).sin().expand(BATCH, A.heads, -1, 3)
         q, k, options = case.arguments()
         leaves = [each.clone().requires_grad_() for each in (q, k, x)]
-        both = AttentionOperator(*leaves[:2], **options), written_out(*leaves[:2], **options)[0]
+        both = AttentionOperator(*leaves[:2], **options), formula(*leaves[:2], **options)[0]
         gradients = [torch.autograd.grad((each @ leaves[2]).sin().sum(), leaves) for each in both]
         for mine, plain in zip(*gradients, strict=True):
             assert_near(mine, plain, 1e-8)

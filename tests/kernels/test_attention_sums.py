@@ -10,6 +10,7 @@ from acutance.attention.kernels import attention_sums
 from acutance.attention.operator import AttentionOperator
 from acutance.metrics import attention_entropy, nonlocal_energy
 from acutance.metrics.sums import FROM_ROWS, from_rows
+from attention.operator_cases import formula
 
 require_kernels()
 from acutance.attention.kernels import attention_sums_tiles  # noqa: E402
@@ -49,15 +50,8 @@ def masked(q, k, kind, **options):
 
 def expected(A, u=None):
     """The same from the matrix in float64; distances by differences."""
-    q, k = A.q.double(), A.k.double().repeat_interleave(A.heads // A.k.shape[1], 1)
-    logits = A.scale * q @ k.mT
-    if A.mask4 is not None:
-        logits = logits.masked_fill(~A.mask4, -math.inf)
-    if A.causal:
-        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -math.inf)
-    log_sums = logits.logsumexp(-1)
-    weights = (logits - log_sums.masked_fill(log_sums == -math.inf, 0)[..., None]).exp()
-    entropies = -torch.special.xlogy(weights, weights).sum(-1)
+    weights, log_sums = formula(A.q, A.k, A.mask4, A.causal, scale=A.scale)
+    entropies = torch.special.entr(weights).sum(-1)
     if u is None:
         return log_sums, entropies
     u = u.double().repeat_interleave(A.heads // u.shape[1], 1)
