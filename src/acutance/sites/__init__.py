@@ -81,7 +81,7 @@ def _refuse_layers_elsewhere(model: nn.Module, found: Sequence[Layer]) -> None:
     parts: dict[str, None] = {}
     for path, listed in structure.lists_in(model).items():
         if path not in around and inside.isdisjoint(structure.outwards(path)):
-            kinds = [type(structure.unwrapped(block)) for block in listed.values() if _names_attention(block)]
+            kinds = [type(block) for block in listed.values() if _names_attention(block)]
             if len(kinds) > len(set(kinds)):
                 parts[next(up for up in structure.outwards(path)[::-1] if up not in around)] = None
     if parts:
@@ -113,18 +113,12 @@ def blocks(model: nn.Module) -> list[tuple[int, nn.Module, Callable[[Tensor], Te
         layer.block: getattr(layer, "tokens", partial(structure.grid_as_tokens, layer.block)) for layer in found
     }
     kinds = {kind for block in as_tokens for kind in type(block).__mro__} - NO_KIND
-    members = [member for listed in _lists_of(model, as_tokens) for member in listed.values()]
+    lists = [listed.values() for listed in structure.lists_in(model).values()]
+    members = [member for listed in lists if not as_tokens.keys().isdisjoint(listed) for member in listed]
     every = [member for member in members if member in as_tokens or not kinds.isdisjoint(type(member).__mro__)]
     if not as_tokens.keys() <= set(every) or len(every) > len(set(every)):
         every = list(as_tokens)
     return [(layer, block, as_tokens.get(block, as_tokens[found[0].block])) for layer, block in enumerate(every, 1)]
-
-
-def _lists_of(model: nn.Module, blocks: Container[nn.Module]) -> list[dict[str, nn.Module]]:
-    """The lists that hold some of the blocks, without wrappers."""
-    every = structure.lists_in(model).values()
-    lists = [{path: structure.unwrapped(member) for path, member in listed.items()} for listed in every]
-    return [listed for listed in lists if any(member in blocks for member in listed.values())]
 
 
 def modules_unread(model: nn.Module) -> list[str]:
@@ -132,8 +126,8 @@ def modules_unread(model: nn.Module) -> list[str]:
     known = {block for _, block, _ in blocks(model)}
     is_by_structure = _library(model).is_watched(model)
     found = structure.other_blocks(model, known) if is_by_structure else []
-    for listed in _lists_of(model, known):
-        places = [place for place, member in enumerate(listed.values()) if member in known]
+    for listed in structure.lists_in(model).values():
+        places = [place for place, member in enumerate(listed.values()) if member in known] or [0]
         between = list(listed.items())[places[0] : places[-1]]
         found += [path for path, m in between if m not in known and any(p.ndim > 1 for p in m.parameters())]
     return found

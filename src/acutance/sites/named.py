@@ -197,7 +197,7 @@ class AnybodySite(NamedSite):
 
 
 def _layers(model: nn.Module) -> list[Layer]:
-    blocks = {path: structure.unwrapped(block) for path, block in structure.blocks_in_order(model).items()}
+    blocks = structure.blocks_in_order(model)
     found = [_attention_of(path, block) for path, block in blocks.items()]
     return [
         Layer(layer, path_of(model, attention), block, attention, structure.parent_of(path))

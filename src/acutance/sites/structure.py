@@ -132,7 +132,7 @@ def place_of(model: nn.Module, path: str) -> tuple[str, str, str]:
     inside = [up for up in around[:-1] if up in lists]
     if not inside:
         return parent_of(path), "", ""
-    equals = [up for up in inside if len(kinds_of(lists[up])) == 1] or inside[:1]
+    equals = [up for up in inside if are_equal(lists[up])] or inside[:1]
     return around[around.index(equals[-1]) + 1], equals[-1], equals[0]
 
 
@@ -196,22 +196,22 @@ def several_stacks(model: nn.Module, found: Iterable[str]) -> SeveralStacksError
 
 @cached
 def lists_in(model: nn.Module) -> dict[str, Modules]:
-    """What each list of the model holds, without the identities that keep the places of blocks in DINOv2's chunks."""
+    """What each list of the model holds, inside wrappers; no identities, which keep places in DINOv2's chunks."""
     lists = {path: module for path, module in modules_of(model).items() if isinstance(module, CONTAINERS)}
     return {
-        path: {join(path, name): m for name, m in one.named_children() if not isinstance(m, nn.Identity)}
+        path: {join(path, name): unwrapped(m) for name, m in one.named_children() if not isinstance(m, nn.Identity)}
         for path, one in lists.items()
     }
 
 
 def lists_of_equals(model: nn.Module) -> dict[str, Modules]:
     """The lists of several modules of one class."""
-    return {path: listed for path, listed in lists_in(model).items() if len(listed) > 1 and len(kinds_of(listed)) == 1}
+    return {path: listed for path, listed in lists_in(model).items() if len(listed) > 1 and are_equal(listed)}
 
 
-def kinds_of(listed: Modules) -> set[type]:
-    """The classes of modules, inside wrappers."""
-    return {type(unwrapped(module)) for module in listed.values()}
+def are_equal(listed: Modules) -> bool:
+    """Whether all are of one class."""
+    return len(set(map(type, listed.values()))) == 1
 
 
 def blocks_in_order(model: nn.Module) -> Modules:
@@ -220,14 +220,14 @@ def blocks_in_order(model: nn.Module) -> Modules:
     Lists that stand elsewhere, such as a decoder's, must not be left out without a word.
     """
     found = repeated_blocks(model)
-    kinds = kinds_of(found)
+    kinds = set(map(type, found.values()))
     if not found or any(kind.__module__.startswith("torch.nn.") for kind in kinds):
         return found
     modules, first = modules_of(model), parent_of(next(iter(found)))
     if not isinstance(modules[parent_of(first)], CONTAINERS):  # a list of stages has been read already
         lists = [listed for path, listed in lists_in(model).items() if parent_of(path) == parent_of(first)]
         beside = ((path, block) for listed in lists for path, block in listed.items())
-        alike = {path: block for path, block in beside if type(unwrapped(block)) in kinds}
+        alike = {path: block for path, block in beside if type(block) in kinds}
         found = alike if found.keys() <= alike.keys() else found
     known = set(chain.from_iterable(map(outwards, found)))
     others = [path for path, module in modules.items() if type(module) in kinds and path not in known]
@@ -236,21 +236,21 @@ def blocks_in_order(model: nn.Module) -> Modules:
     return found
 
 
-def repeated_blocks(model: nn.Module) -> Modules:
-    """The members of the model's largest list of equals, the outermost of several; of stages, the blocks inside."""
-    blocks = max(lists_of_equals(model).values(), key=lambda listed: _size(listed.values()), default={})
+def repeated_blocks(model: nn.Module, part: str = "") -> Modules:
+    """The members of the part's largest list of equals, the outermost of several; of stages, the blocks inside."""
+    lists = [listed for path, listed in lists_of_equals(model).items() if part in outwards(path)]
+    blocks = max(lists, key=lambda listed: _size(listed.values()), default={})
     if not _size(blocks.values()):
         return {}
-    stages = {path: _blocks_of_stage(block) for path, block in blocks.items()}
-    inside = {join(up, path): block for up, stage in stages.items() for path, block in stage.items()}
-    return inside if all(stages.values()) else blocks
+    stages = [_blocks_of_stage(model, *listed) for listed in blocks.items()]
+    return dict(chain.from_iterable(stage.items() for stage in stages)) if all(stages) else blocks
 
 
-def _blocks_of_stage(block: nn.Module) -> Modules:
+def _blocks_of_stage(model: nn.Module, path: str, block: nn.Module) -> Modules:
     """The blocks inside, if they make up most of the module, as in a stage; a block has lists of small parts."""
-    found = repeated_blocks(block)
+    found = repeated_blocks(model, path)
     if isinstance(block, nn.ModuleList):  # which nobody runs as a whole
-        return found or lists_in(block)[""]
+        return found or lists_in(model)[path]
     is_stage = any(isinstance(child, CONTAINERS) for child in block.children())
     return found if is_stage and 2 * _size(found.values()) > _size([block]) else {}
 
