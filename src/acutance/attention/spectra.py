@@ -122,8 +122,8 @@ def _by_projection(A: AttentionOperator) -> Tensor:
     residual = (precise.T @ found - found).abs().sum(-2).max() + (found.sum(-2) - 1).abs().max()
     if residual <= MOST_ERROR and error <= MOST_ERROR:
         return found.squeeze(-1).to(accumulation_dtype(A.q, A.k))
-    if A.shape[-1] <= LARGEST_DENSE_TOKENS:
-        return solve_stationary(A.dense())
+    if A.shape[-1] <= 2 * LARGEST_DENSE_TOKENS:  # one matrix at a time: a system is ten times as large as its entries
+        return torch.stack([solve_stationary(entries) for entries in A.dense().flatten(0, 1)]).view(A.shape[:3])
     raise AcutanceError(f"no unique stationary distribution was found (residual {residual:.1e}): {NOT_ONE}")
 
 
