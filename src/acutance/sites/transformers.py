@@ -86,44 +86,31 @@ def take_over_sdpa() -> None:
         if not getattr(site, "interface", False) or not site.is_active or site.stack.passes.current() is None:
             answer: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **options)
             return answer
-        u = site.attend(_product(own, module, query, key, value, attention_mask, options))
+
+        def product(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
+            given = mask if bias is None else with_bias(causal_mask(query, key) if about["causal"] else mask, bias)
+            asked, keys = query if other_q is None else other_q, key if other_k is None else other_k
+            out: Tensor = own(module, asked, keys, values, given, **options)[0]
+            return out.transpose(1, 2)
+
+        mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
+        causal, position = options.get("is_causal"), options.get("position_bias")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        about: dict[str, Any] = {
+            "q": query,
+            "k": key,
+            "mask": mask if position is None else with_bias(mask, position),
+            # Causal by itself where no mask says it.
+            "causal": bool(causal) and mask is None and query.shape[2] > 1,
+            "scale": options.get("scaling"),
+            "softcap": options.get("softcap"),
+            "dropout": options.get("dropout", 0.0),
+            "refusal": None if options.get("s_aux") is None else SINKS,
+        }
+        u: Tensor = site.attend(Product(value, product, lambda u: u, about))
         return u.transpose(1, 2), None
 
     AttentionInterface.register("sdpa", sdpa_attention_forward)
-
-
-def _product(
-    own: Callable[..., Any],
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    options: dict[str, Any],
-) -> Product:
-    def attention(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
-        given = mask if bias is None else with_bias(causal_mask(q, k) if about["causal"] else mask, bias)
-        asked, keys = q if other_q is None else other_q, k if other_k is None else other_k
-        out: Tensor = own(module, asked, keys, values, given, **options)[0]
-        return out.transpose(1, 2)
-
-    causal = options.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    if mask is not None and mask.shape[-1] != k.shape[2]:
-        mask = mask[..., : k.shape[2]]
-    position = options.get("position_bias")
-    about: dict[str, Any] = {
-        "q": q,
-        "k": k,
-        "mask": mask if position is None else with_bias(mask, position),
-        # Causal by itself where no mask says it.
-        "causal": bool(causal) and mask is None and q.shape[2] > 1,
-        "scale": options.get("scaling"),
-        "softcap": options.get("softcap"),
-        "dropout": options.get("dropout", 0.0),
-        "refusal": None if options.get("s_aux") is None else SINKS,
-    }
-    return Product(v, attention, lambda u: u, about)
 
 
 def _attends(module: nn.Module) -> bool:
