@@ -165,7 +165,7 @@ def test_weights_of_unknown_names_are_needed_only_by_who_asks():
 
 
 def test_weights_that_are_not_all_there_is_are_refused():
-    with pytest.raises(AcutanceError, match="does more to its tokens"):
+    with pytest.raises(AcutanceError, match="does more than multiply"):
         ac.explain(gpt(run=lambda self, x: 2 * joint(self, x)), progress=False)
 
 

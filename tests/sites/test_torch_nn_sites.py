@@ -297,7 +297,7 @@ def test_what_is_refused_stays_as_it_was_and_its_tokens_are_measured(case):
         assert {r.layer for r in ac.measure(model, [tokens()], progress=False).readings} == {0, 1, 2}
 
 
-WINDOWS = "rearranges it for its attention into a batch of 8"
+WINDOWS = "its attention a batch of 8"
 REFUSED_RUNNING = [
     *(
         (lambda: several(models.PostNorm, run=in_halves), spec, WINDOWS)

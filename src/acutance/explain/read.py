@@ -124,9 +124,8 @@ class LayerReader(Visitor):
         check_finite(call.branch, metric="the attention branch", layer=self.layer.layer)
         if (call.A.shape[0], *call.A.shape[-2:]) != (len(self.tokens), *[self.tokens.shape[1]] * 2):
             raise AcutanceError(
-                f"layer {self.layer.layer}: attention {call.A.shape} (batch, heads, queries, keys) is not among all "
-                f"tokens of a sample, {tuple(self.tokens.shape[:2])} (batch, tokens): over windows or merged tokens "
-                "I + H⊗A says nothing of them. The weights alone can be explained: explain(model)"
+                f"layer {self.layer.layer}: attention {call.A.shape} is over windows or merged tokens, not all "
+                f"{tuple(self.tokens.shape[:2])} (batch, tokens): explain the weights alone, explain(model)"
             )
         A = self.present.record(call).A
         _, self.valid = self.present.tokens(self.tokens)

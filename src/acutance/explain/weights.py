@@ -43,9 +43,8 @@ def factors(site: sites.AttentionSite, norm: Norm = "fold") -> tuple[Tensor, Ten
         projection = projection * read("the branch's gain", gain)[:, None, None]
     if site.post_norm() is not None:
         warn(
-            f"layer {site.layer} normalises what its attention adds ({type(site.post_norm()).__name__}): H says how "
-            "tokens are mixed before that norm, not how much of it reaches the residual stream. Take the verdict from "
-            "weights with caution; what is measured on data includes the norm"
+            f"layer {site.layer} normalises what its attention adds ({type(site.post_norm()).__name__}). H has no "
+            "such norm, so its verdict from weights alone is uncertain; what is measured on data includes the norm"
         )
     if weight is not None and norm == "fold":
         value = value * read("the pre-norm's weight", weight)
@@ -113,9 +112,8 @@ def arnoldi_hull(projection: Tensor, value: Tensor, *, layer: int) -> tuple[Eige
     error = max(float(found.residuals[ends].max()), tolerance)
     if found.residuals.max() > tolerance:
         warn(
-            f"layer {layer}: the outermost eigenvalues of the whole H have not all converged in a Krylov space of "
-            f"{found.size} vectors; the residual of those that count is {error:.1e}, wanted {tolerance:.1e}. "
-            "explain(…, whole=True) finds all eigenvalues exactly"
+            f"layer {layer}: some outer eigenvalues of H have not converged in {found.size} vectors (residual "
+            f"{error:.1e}, wanted {tolerance:.1e}). explain(…, whole=True) finds all eigenvalues exactly"
         )
     if len(left) < len(projection):  # the small product lacks zeros
         values = np.append(values, 0)

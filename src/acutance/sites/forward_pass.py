@@ -166,9 +166,8 @@ def first_values(now: ForwardPass, name: str) -> Tensor:
         raise AcutanceError(CHECKPOINT_ADVICE)
     if now.v0 is None:
         raise AcutanceError(
-            f"{name} needs v⁰, but the first layer has not run before it in this forward pass. Layers that are "
-            "dropped at random, or blocks called one by one, cannot be used with this mitigation. With activation "
-            "checkpointing, put torch.compile around it, not inside"
+            f"{name} needs v⁰, but the first layer has not run in this forward pass: blocks cannot be dropped or "
+            "called one by one with it. With activation checkpointing, put torch.compile around it, not inside"
         )
     return now.v0
 

@@ -190,8 +190,8 @@ class AnybodySite(NamedSite):
             tolerance = torch.finfo(wanted.dtype).eps ** 0.5
             if made.shape != wanted.shape or not torch.allclose(made, wanted, rtol=tolerance, atol=tolerance):
                 raise NoSitesError(
-                    f"{self.name} ({type(self.attention).__name__}) does more to its tokens than multiply them by the "
-                    f"weights that are called W_V and W_proj. {ADVICE}. {TOKENS_REMAIN}"
+                    f"{self.name} ({type(self.attention).__name__}) does more than multiply by W_V and W_proj. "
+                    f"{ADVICE}. {TOKENS_REMAIN}"
                 )
         return found
 

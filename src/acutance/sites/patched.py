@@ -75,9 +75,9 @@ class Stack:
             return
         if ended.attended < ended.entered:
             raise AcutanceError(
-                f"{ended.entered - ended.attended} of {ended.entered} blocks ran and no mitigation or metric saw their "
-                f"attention: {type(self.sites[0].attention).__name__} uses neither scaled_dot_product_attention nor a "
-                f"softmax and a product. {TOKENS_REMAIN}"
+                f"nobody saw the attention of {ended.entered - ended.attended} of {ended.entered} blocks: "
+                f"{type(self.sites[0].attention).__name__} uses neither scaled_dot_product_attention nor a softmax and "
+                f"a product. {TOKENS_REMAIN}"
             )
         if ended.order is not None:
             ended.order.refuse_moved()
@@ -329,16 +329,14 @@ class PatchedSite(AttentionSite):
         """Refuse v⁰ of other tokens than v's: a second run, merged tokens, windows cut in the block."""
         if "first_values" in mitigation.requires and self.number <= now.attended and not now.again:
             raise AcutanceError(
-                f"{self.name} ran more than once in a forward pass, so {mitigation.spec} cannot tell the first layer "
-                "from the others: it cannot be used where layers share a module. With activation checkpointing, put "
-                "torch.compile around it, not inside"
+                f"{self.name} ran more than once in a forward pass, so {mitigation.spec} cannot tell which layer is "
+                "the first. With activation checkpointing, put torch.compile around it, not inside"
             )
         shape = () if now.x is None else tuple(now.x.shape)
         if len(shape) > 2 and v.shape[0] not in shape[: 2 if len(shape) == 3 else 1]:
             raise ShapeError(
-                f"{self.name}: the block was given {shape} and rearranges it for its attention into a batch of "
-                f"{v.shape[0]}, perhaps windows, so v⁰ or a mean may be of other tokens: {mitigation.spec} needs a "
-                "Library of its own for this model"
+                f"{self.name}: the block was given {shape}, its attention a batch of {v.shape[0]}, perhaps of windows, "
+                f"so v⁰ or a mean may be of other tokens: {mitigation.spec} needs a Library of its own for this model"
             )
 
 
