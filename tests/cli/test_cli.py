@@ -81,14 +81,13 @@ def test_explain_prints_verdicts_and_reads_attention_with_data(checkpoint: Path,
     assert status == 0, complaint
     assert len(re.findall(r"│ (smoothing|sharpening|neutral)", printed)) == 2
     assert "neutreno:0.6 acts beside" in " ".join(printed.split())
-    files = {option: tmp_path / f"s.{option}" for option in ("json", "html")} | {"picture": tmp_path / "s.png"}
+    files = {option: tmp_path / f"s.{option}" for option in ("json", "html")}
     written = [word for option, path in files.items() for word in (f"--{option}", path)]
     status, printed, complaint = here("explain", checkpoint, "--data", "digits", *written)
     assert status == 0, complaint
     assert "100/0" in printed
     assert Spectrum.load(files["json"]).context["samples"] == 364
     assert files["html"].stat().st_size > 500_000
-    assert files["picture"].read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -107,6 +106,12 @@ def test_explain_prints_verdicts_and_reads_attention_with_data(checkpoint: Path,
         (["explain", "DAMAGED"], "cannot be read as weights"),
         (["explain", "MODEL", "--data", "imagenet"], "--data takes digits or own"),
         (["explain", "MODEL", "--data", "own"], "--data own is what a run of `acutance train` was tested on"),
+        (["explain", "MODEL", "--kind", "dominance", "--picture", "p.png"], "needs data"),
+        (["explain", "MODEL", "--kind", "pie", "--picture", "p.png"], "unknown picture 'pie'"),
+        (["explain", "MODEL", "--picture", "p.xyz"], "one of .png"),
+        (["explain", "MODEL", "--kind", "plane"], "--kind says what --picture draws"),
+        (["explain", "MODEL", "--data", "digits", "--text", "words.txt"], "give one of them"),
+        (["explain", "MODEL", "--tokens", "8"], "are about data"),
         # What cannot be written.
         (["measure", "MODEL", *SHORT, "--json", "/proc/none.json"], "/proc/none.json"),
         (["explain", "MODEL", "--json", "FOLDER"], "FOLDER"),
@@ -114,7 +119,10 @@ def test_explain_prints_verdicts_and_reads_attention_with_data(checkpoint: Path,
         (["train", "digits", "--out", "MODEL"], "MODEL"),
     ],
 )
-def test_errors_are_one_clear_line(arguments, message, checkpoint: Path, plain: Path, tmp_path: Path, here) -> None:
+def test_errors_are_one_clear_line(
+    arguments, message, checkpoint: Path, plain: Path, tmp_path: Path, here, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     places = {"MODEL": checkpoint, "PLAIN": plain, "FOLDER": tmp_path, "DAMAGED": tmp_path / "damaged.safetensors"}
     places["DAMAGED"].write_bytes(checkpoint.read_bytes()[:100])
     status, _, error = here(*(places.get(a, a) for a in arguments))
@@ -122,6 +130,29 @@ def test_errors_are_one_clear_line(arguments, message, checkpoint: Path, plain: 
     (said,) = error.splitlines()
     assert said.startswith("error: ")
     assert str(places.get(message, message)) in said
+    assert [*tmp_path.iterdir()] == [places["DAMAGED"]]
+
+
+def test_options_reach_explain(checkpoint: Path, tmp_path: Path, here) -> None:
+    options = ["--data", "digits", "--prefix", "out", "--norm", "ignore", "--no-whole", "--json"]
+    assert here("explain", checkpoint, *options, tmp_path / "s.json")[0] == 0
+    found = Spectrum.load(tmp_path / "s.json")
+    assert found.context["prefix"] == "1 prefix tokens out"
+    assert found.context["norm"] == "pre-norm weight γ: left out"
+    assert [layer.deciding for layer in found.layers] == [None, None]
+    assert here("explain", checkpoint, "--whole", "--json", tmp_path / "w.json")[0] == 0
+    assert all(layer.eigenvalues is not None for layer in Spectrum.load(tmp_path / "w.json").layers)
+
+
+@pytest.mark.parametrize(
+    ("options", "drawn"), [("", "histogram"), ("--data digits", "dominance"), ("--kind plane", "plane")]
+)
+def test_the_picture_is_the_one_asked_for(options, drawn, checkpoint: Path, tmp_path: Path, monkeypatch, here) -> None:
+    kinds, draw = [], Spectrum.plot
+    monkeypatch.setattr(Spectrum, "plot", lambda self, kind: kinds.append(kind) or draw(self, kind))
+    assert here("explain", checkpoint, *options.split(), "--picture", tmp_path / "p.png")[0] == 0
+    assert kinds == [drawn]
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_mitigate_prints_before_and_after_and_saves(plain: Path, tmp_path: Path, here) -> None:
