@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -55,8 +56,7 @@ def save(model: nn.Module, path: PathLike) -> Path:
         with file.open("rb+") as opened:  # the library writes metadata in random order; equal models are equal files
             size = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(size))
-            header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-            text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+            text = json.dumps(header, ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode()
             assert len(text) <= size, "the same entries in another order, and spaces"
             opened.seek(8)
             opened.write(text.ljust(size))
@@ -193,12 +193,9 @@ def _load_folder(folder: Path, model: nn.Module | None) -> nn.Module:
 
 def _names_on_disk(model: nn.Module, names: list[str]) -> dict[str, str]:
     """Transformers 5 writes the modules of some models, such as ViT, under the names they used to have."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:
-        return {name: name for name in names}
-    numbered = {name: torch.tensor(place) for place, name in enumerate(names)}
-    written = revert_weight_conversion(cast(Any, model), numbered)
+    library = sys.modules.get("transformers.core_model_loading")
+    rename = getattr(library, "revert_weight_conversion", lambda _model, numbered: numbered)
+    written = rename(model, {name: torch.tensor(place) for place, name in enumerate(names)})
     return {names[int(place)]: name for name, place in written.items()}
 
 
@@ -211,9 +208,8 @@ def _whole_record(model: nn.Module, noted: Mapping[str, Mapping[str, str]], fold
         if not found and all(name.startswith(body) for name in specs):
             found, specs = [""], {name.removeprefix(body): spec for name, spec in specs.items()}
         if len(found) != 1:
-            here = f"this {type(model).__name__} holds {len(found) or 'none'}"
             advice = f"load into one of {', '.join(found)}" if found else "load the whole and take its part"
-            raise AcutanceError(f"{folder} was saved from a {kind}, with its mitigation, and {here}: {advice}")
+            raise AcutanceError(f"{folder} was saved from a {kind}, not a {type(model).__name__}: {advice}")
         prefix = f"{found[0]}." if found[0] else ""
         record |= {prefix + name: spec for name, spec in _specs(specs, folder).items()}
     return record
