@@ -232,8 +232,7 @@ class TokenOrder:
         moved = [name for name, is_moved in self.moved.items() if not is_moved.is_meta and is_moved]
         if moved:
             raise AcutanceError(
-                f"the tokens that enter {moved[0]} stand in another order than those of the first layer, so v⁰ of one "
-                "token would meet v of another: a mitigation with v⁰ cannot be used in this model"
+                f"the tokens of {moved[0]} stand in another order than the first layer's: v⁰ cannot be used here"
             )
 
 

@@ -185,8 +185,7 @@ class Intercept(TorchFunctionMode):
         self.products += 1
         if self.products > 1:
             raise AcutanceError(
-                f"{self.name} runs several attention products in one forward pass (in chunks, or to other tokens too), "
-                "so which is its self-attention is not clear"
+                f"{self.name} runs several attention products in one pass: which is its self-attention is not clear"
             )
         self.maps, self.scores, self.scaled = [], None, (None, None, 1.0)  # held no longer than needed
         self.watched = (F.scaled_dot_product_attention, MULTIHEAD, Tensor.unflatten)
@@ -265,8 +264,7 @@ def written_product(x: Tensor, known: Map, func: Any, value: Tensor) -> Product:
         if other_q is not None or other_k is not None:
             if "q" not in about:
                 raise AcutanceError(
-                    "this model wrote its softmax out, and how its logits are made of q and k is not known, so only "
-                    "the logits can be changed"
+                    "how this written softmax gets its logits from q and k is not known: change the logits instead"
                 )
             q, k = about["q"] if other_q is None else other_q, about["k"] if other_k is None else other_k
             mask = about["mask"] if bias is None else with_bias(about["mask"], bias)

@@ -150,8 +150,7 @@ def _refuse_shared(model: nn.Module, found: Sequence[sites.AttentionSite]) -> No
             names = [] if weight is None else holders.get(weight.untyped_storage()._cdata, [])
             if len(names) > 1:
                 raise AcutanceError(
-                    f"{names[0]} and {names[1]} are one parameter, or share its memory: making the weight of "
-                    f"{site.name} anew would part them. Untie them first"
+                    f"{names[0]} and {names[1]} are one parameter, or share its memory: untie them first"
                 )
 
 

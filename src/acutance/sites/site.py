@@ -123,8 +123,7 @@ class AttentionSite(ABC):
         reason = self.between() if "nothing_between" in mitigation.requires else None
         if reason is not None:
             raise AcutanceError(
-                f"{mitigation.spec} cannot be used in {self.name}: {reason} stands between attention and W_proj, so "
-                "the two are no one matrix H"
+                f"{mitigation.spec} cannot be used in {self.name}: {reason} stands between attention and W_proj"
             )
 
     def install(self, mitigation: Mitigation) -> None:

@@ -58,8 +58,7 @@ class StreamCheck(TorchDispatchMode):
             raise AcutanceError(self.branch)
         elif not self.running and self._stage(tokens) != self.stage:
             raise AcutanceError(
-                f"{where} is given {tuple(tokens.shape)}, which does not come from the block that ran before it, "
-                f"{self.last}: the blocks do not follow one another. {ADVICE}"
+                f"{where} is given {tuple(tokens.shape)}, which does not come from the block {self.last}. {ADVICE}"
             )
         self.running += 1
 
@@ -70,10 +69,7 @@ class StreamCheck(TorchDispatchMode):
         alike = [x for x in beside if x.is_floating_point() and (x.shape == first.shape or x.ndim == first.ndim == 3)]
         if len(alike) > 1:
             shapes = ", ".join(str(tuple(x.shape)) for x in alike)
-            raise ShapeError(
-                f"{path} ({type(block).__name__}) returns several tensors of tokens, {shapes}, so which are the "
-                f"residual stream is not clear. {ADVICE}"
-            )
+            raise ShapeError(f"{path} ({type(block).__name__}) returns several tensors of tokens, {shapes}. {ADVICE}")
         self.running -= 1
         self.stage, self.last = self.stage + 1, path
         self._note((first, output), self.stage)

@@ -73,8 +73,7 @@ class MultiheadSite(NamedSite):
         attention = self.attention
         if attention.bias_k is not None or attention.add_zero_attn:
             raise AcutanceError(
-                f"{self.name} attends to a key that is no token (add_bias_kv or add_zero_attn), so its A is not "
-                f"square. {TOKENS_REMAIN}"
+                f"{self.name} attends to a key that is no token (add_bias_kv or add_zero_attn). {TOKENS_REMAIN}"
             )
         super().route()
         self._encoders = [m for m in self.stack.root.modules() if getattr(m, "use_nested_tensor", False)]

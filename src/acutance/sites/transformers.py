@@ -50,8 +50,7 @@ class HuggingFaceSite(NamedSite):
         past = arguments.get("past_key_values", arguments.get("layer_past"))
         if self.mitigation is not None and getattr(past, "is_compileable", False):
             raise AcutanceError(
-                f"{self.name}: a {type(past).__name__} keeps empty rows behind the newest token, which v⁰ − v cannot "
-                "be matched to: generate with the default dynamic cache"
+                f"{self.name}: a {type(past).__name__} has rows of no token: generate with the default dynamic cache"
             )
         return self._implementation() == "sdpa" and self.interface
 
@@ -65,8 +64,7 @@ class HuggingFaceSite(NamedSite):
         implementation: str | None = getattr(getattr(self.attention, "config", None), "_attn_implementation", None)
         if implementation not in (None, "sdpa", "eager"):
             raise AcutanceError(
-                f"the model runs its attention by {implementation!r}, where nobody can look: call "
-                "model.set_attn_implementation('sdpa') first"
+                f"attention by {implementation!r} cannot be watched: first model.set_attn_implementation('sdpa')"
             )
         return implementation
 
