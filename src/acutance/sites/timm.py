@@ -36,20 +36,18 @@ class TimmSite(NamedSite):
         super().route()
 
     def _run(self, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """timm's `Attention`, operation for operation: faster than looking at each of them."""
-        attention = self.attention
-        if not (self.is_plain and self.is_active and attention.fused_attn):
-            return super()._run(x, args, kwargs)
-        self.now(x)
-        u = self.attend(self._product(*args, **kwargs))
-        y: Tensor = attention.proj(attention.norm(u.transpose(1, 2).reshape(*x.shape[:2], -1)))
-        return attention.proj_drop(y)
+        if self.is_plain and self.is_active and self.attention.fused_attn:
+            return self._written_out(*args, **kwargs)
+        return super()._run(x, args, kwargs)
 
-    def _product(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Any:
+    def _written_out(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Any:
+        """timm's `Attention`, operation for operation: faster than looking at each of them."""
+        self.now(x)
         attention = self.attention
         q, k, v = attention.qkv(x).reshape(*x.shape[:2], 3, attention.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         dropout = attention.attn_drop.p if attention.training else 0.0
-        return sdpa_product(x, attention.q_norm(q), attention.k_norm(k), v, attn_mask, dropout, is_causal)
+        u = self.attend(sdpa_product(x, attention.q_norm(q), attention.k_norm(k), v, attn_mask, dropout, is_causal))
+        return attention.proj_drop(attention.proj(attention.norm(u.transpose(1, 2).reshape(*x.shape[:2], -1))))
 
     def projections(self) -> Projections:
         """By their names; BEiT and EVA keep the biases of q and v beside the projection."""

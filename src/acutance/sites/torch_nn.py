@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import dropwhile
 from typing import Any, cast
 
 import torch
@@ -124,9 +125,8 @@ def _final_norm(model: nn.Module) -> nn.Module:
     def choose(holder: nn.Module, blocks: str) -> nn.Module | None:
         if not last.block_is_batch_first() and not isinstance(holder, (nn.TransformerEncoder, nn.TransformerDecoder)):
             return None  # whether its norm is given (tokens, batch, dim) too is not known
-        names = [name for name, _ in holder.named_children()]
-        later = (holder.get_submodule(name) for name in names[names.index(blocks) + 1 :])
-        return next((module for module in later if is_norm(module)), None)
+        later = dropwhile(lambda child: child[0] != blocks, holder.named_children())
+        return next((module for _, module in later if is_norm(module)), None)
 
     return structure.norm_after(model, last.attention, choose)
 
