@@ -32,13 +32,6 @@ COMBINATIONS += [(kernel, "bias") for kernel in ("softmax", "symmetric", "rbf")]
 HALF = torch.rand(2, 11, generator=torch.Generator().manual_seed(3)) > 0.4  # of the cases' rows
 
 
-@pytest.fixture(params=[None, 2], ids=["one tile", "many tiles"])
-def tile_rows(request, monkeypatch):
-    if request.param is not None:
-        monkeypatch.setattr(products, "CPU_TILE", 1)
-        monkeypatch.setattr(products, "FEWEST_ROWS", request.param)
-
-
 def frobenius_cosine(a, b):
     norms = a.square().sum((-2, -1)).sqrt() * b.square().sum((-2, -1)).sqrt()
     return (a * b).sum((-2, -1)) / torch.where(norms > 0, norms, 1)
@@ -68,7 +61,7 @@ def written_out(c, rows):
 
 @pytest.mark.parametrize(("kernel", "masking"), COMBINATIONS)
 @pytest.mark.parametrize("grouped", [False, True])
-def test_every_metric_is_the_sum_written_out(kernel, masking, grouped, tile_rows):
+def test_every_metric_is_the_sum_written_out(kernel, masking, grouped, tiles):
     c = make_case(kernel, masking, grouped)
     for rows in (torch.ones_like(HALF), HALF):
         for name, expected in written_out(c, rows).items():
@@ -266,7 +259,7 @@ def test_huge_logits_stay_finite(kernel, dtype):
 
 @ALL
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"kernel": "linear"}, {"kernel": "rbf"}], ids=str)
-def test_gradients_are_right(name, options, tile_rows):
+def test_gradients_are_right(name, options, tiles):
     inputs, rows = [x.requires_grad_() for x in normal(3, 1, 2, 5, 3)], torch.tensor([[True, True, False, True, True]])
     assert torch.autograd.gradcheck(lambda q, k, u: METRICS[name](AttentionOperator(q, k, **options), u, rows), inputs)
 
