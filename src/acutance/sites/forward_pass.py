@@ -5,7 +5,6 @@ first layer, would be silently wrong. Checkpointing runs a block again during th
 forward passes: the memory of the block's input, or of its attention's, tells which pass it belongs to.
 """
 
-import itertools
 import threading
 from typing import Any
 
@@ -54,19 +53,16 @@ class ForwardPass:
 
 class _Local(threading.local):  # not a ContextVar, which Dynamo cannot trace
     def __init__(self) -> None:
-        self.passes: dict[int, ForwardPass | None] = {}
-        self.recomputed: dict[int, ForwardPass] = {}  # the last one that checkpointing ran again
-
-
-_LOCAL = _Local()
-_KEYS = itertools.count()
+        # The one under way ("now"), and the last one that checkpointing ran again ("recomputed"): in a dict, whose
+        # changes Dynamo follows also where it breaks its graph.
+        self.passes: dict[str, ForwardPass | None] = {}
 
 
 class Passes:
     """The forward passes of one stack: which is under way in this thread, and which a recomputation belongs to."""
 
     def __init__(self) -> None:
-        self.key = next(_KEYS)
+        self._local = _Local()
         self._lock = threading.Lock()
         # By the memory of an input: its pass; None where it was the input in several, as a frozen embedding may be.
         self._by_input: dict[int, tuple[StorageWeakRef, ForwardPass | None]] = {}
@@ -76,15 +72,14 @@ class Passes:
 
     def current(self) -> ForwardPass | None:
         """The one under way in this thread."""
-        return _LOCAL.passes.get(self.key)
+        return self._local.passes.get("now")
 
     def begin(self, *, whole: bool = False) -> ForwardPass:
         """A forward pass starts, of the whole stack or of blocks that somebody calls one by one."""
         before = self.current()
         started = ForwardPass(_graph(), before if whole or before is None else before.outer)
         started.is_whole = whole
-        _LOCAL.passes[self.key] = started
-        _LOCAL.recomputed.pop(self.key, None)
+        self._local.passes["now"], self._local.passes["recomputed"] = started, None
         if not torch.compiler.is_compiling() and self._by_input:
             with self._lock:  # the weak reference keeps an address from being used twice before it is dropped here
                 self._by_input = {key: entry for key, entry in self._by_input.items() if not entry[0].expired()}
@@ -93,7 +88,7 @@ class Passes:
     def end(self) -> ForwardPass | None:
         """It has ended, v⁰ does not outlive it; what was under way before goes on."""
         ended = self.current()
-        _LOCAL.passes[self.key] = None if ended is None else ended.outer
+        self._local.passes["now"] = None if ended is None else ended.outer
         if ended is not None:
             ended.forget()
         return ended
@@ -121,8 +116,7 @@ class Passes:
         """A block has run, or was stopped: after a recomputation, what was under way before goes on."""
         now = self.current()
         if now is not None and now.again:
-            _LOCAL.recomputed[self.key] = now
-            _LOCAL.passes[self.key] = now.outer
+            self._local.passes["now"], self._local.passes["recomputed"] = now.outer, now
             now.forget()
 
     def recompute_attention(self, x: Tensor) -> bool:
@@ -145,7 +139,7 @@ class Passes:
 
     def _recompute(self, block: int, x: Tensor) -> ForwardPass:
         """The first block makes v⁰ anew; the second of a checkpointed segment goes on with what the one before had."""
-        found, before = self._pass_of(x) if block > 1 else None, _LOCAL.recomputed.get(self.key)
+        found, before = self._pass_of(x) if block > 1 else None, self._local.passes.get("recomputed")
         follows = before is not None and before.graph == _graph() and before.last == block - 1
         return self._again(before if found is None and block > 1 and follows else found)
 
@@ -153,7 +147,7 @@ class Passes:
         again = ForwardPass(_graph(), self.current(), again=True)
         if found is not None:
             again.v0, again.lost, again.last = found.v0, found.lost, found.last
-        _LOCAL.passes[self.key] = again
+        self._local.passes["now"] = again
         return again
 
     def _pass_of(self, x: Tensor) -> ForwardPass | None:

@@ -20,7 +20,6 @@ from acutance.sites.intercept import Intercept, Product
 from acutance.sites.site import AttentionSite, Library, Undo
 from acutance.sites.structure import CONTAINERS, Layer, outwards, tokens_in, tokens_out
 
-WITHOUT_FORWARD = (*CONTAINERS, nn.ModuleDict)  # of their own
 SITE = "_acutance_site"  # where an attention module keeps its site while it is routed
 
 
@@ -95,7 +94,6 @@ class PatchedSite(AttentionSite):
         self._projection: nn.Module | None = None  # W_proj, where a hook on it ends the branch
         self._is_hooked = False
         stack.sites.append(self)
-        self.number = len(stack.sites)  # in the stack, from 1
 
     def route(self) -> None:
         """Make the attention run through `attend`."""
@@ -197,7 +195,7 @@ class PatchedSite(AttentionSite):
     @property
     def is_active(self) -> bool:
         """Whether anybody wants to know what this attention does; of the first, later layers want the values."""
-        return self.mitigation is not None or self.observer is not None or self.number == 1
+        return self.mitigation is not None or self.observer is not None or self.layer == 1
 
     def is_called(self, _arguments: Mapping[str, Any]) -> bool:
         """Whether the library itself hands us the attention it runs with these, so that nobody need watch it."""
@@ -210,8 +208,8 @@ class PatchedSite(AttentionSite):
     def now(self, x: Tensor) -> ForwardPass:
         """The forward pass that this attention, given x, is part of."""
         passes = self.stack.passes
-        now = passes.current() or passes.enter(self.number, x)  # where the attention was called by itself
-        is_new = self.number > 1 and x is not now.x and not now.again
+        now = passes.current() or passes.enter(self.layer, x)  # where the attention was called by itself
+        is_new = self.layer > 1 and x is not now.x and not now.again
         if is_new and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             passes.remember(x, now)
         now.entering = x
@@ -221,12 +219,12 @@ class PatchedSite(AttentionSite):
         """u of this layer, mitigated and observed."""
         now, mitigation = self.stack.passes.current(), self.mitigation
         assert now is not None, "begun as the attention was entered"
-        v0: Any = None if self.number == 1 else MISSING if now.v0 is None else now.v0
+        v0: Any = None if self.layer == 1 else MISSING if now.v0 is None else now.v0
         if mitigation is not None:
             requires = mitigation.requires
             if "first_values" in requires or "all_tokens" in requires:
                 self._refuse_tokens(mitigation, product.v, now)
-            if "first_values" in requires and self.number > 1:
+            if "first_values" in requires and self.layer > 1:
                 v0 = first_values(now, self.name)
         known = {"name": self.name, "x": now.entering, "residual": now.x, "previous": now.previous}
         known["behind"] = now.behind
@@ -234,7 +232,7 @@ class PatchedSite(AttentionSite):
         if now.order is not None and now.entering is not None:
             now.order.attend(self.name, now.entering)
         u, values = attend(call, mitigation, self.observer)
-        if self.number == 1:
+        if self.layer == 1:
             now.v0, now.with_grad = values, torch.is_grad_enabled()
         now.attended += 1
         now.call = now.attention = call
@@ -260,7 +258,7 @@ class PatchedSite(AttentionSite):
         return y if now is None else self.finish(y, now)
 
     def _enter_block(self, _block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        now = self.stack.passes.enter(self.number, x := tokens_in(args, kwargs))
+        now = self.stack.passes.enter(self.layer, x := tokens_in(args, kwargs))
         if now.order is not None:
             now.order.enter_block(x)
         mitigation = self.mitigation
@@ -327,7 +325,7 @@ class PatchedSite(AttentionSite):
 
     def _refuse_tokens(self, mitigation: Mitigation, v: Tensor, now: ForwardPass) -> None:
         """Refuse v⁰ of other tokens than v's: a second run, merged tokens, windows cut in the block."""
-        if "first_values" in mitigation.requires and self.number <= now.attended and not now.again:
+        if "first_values" in mitigation.requires and self.layer <= now.attended and not now.again:
             raise AcutanceError(
                 f"{self.name} ran more than once in a forward pass, so {mitigation.spec} cannot tell which layer is "
                 "the first. With activation checkpointing, put torch.compile around it, not inside"
@@ -350,12 +348,8 @@ def make_sites(library: Library, model: nn.Module, layers: Sequence[Layer]) -> l
     known = [layer.attention.__dict__.get(SITE) for layer in layers]
     if all(site is not None for site in known):
         return known  # type: ignore[return-value]
-    stack = Stack(_caller_of(model, [layer.stage for layer in layers]))
+    stages = [outwards(layer.stage) for layer in layers]
+    common = (model.get_submodule(up) for up in stages[0] if all(up in stage for stage in stages))
+    # The innermost one around all stages that has a forward of its own to run them.
+    stack = Stack(next((m for m in common if not isinstance(m, (*CONTAINERS, nn.ModuleDict))), model))
     return [library.site(stack, layer) for layer in layers]
-
-
-def _caller_of(model: nn.Module, stages: Sequence[str]) -> nn.Module:
-    """The innermost module around all stages that has a forward of its own to run them."""
-    common = (up for up in outwards(stages[0]) if all(up in outwards(stage) for stage in stages))
-    callers = (module for module in map(model.get_submodule, common) if not isinstance(module, WITHOUT_FORWARD))
-    return next(callers, model)
