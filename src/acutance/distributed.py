@@ -2,8 +2,8 @@
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import islice
+from contextlib import ExitStack, contextmanager
+from itertools import chain, islice, repeat
 from operator import length_hint
 from typing import Any, TypeVar, cast
 
@@ -24,14 +24,11 @@ def rank_and_world_size() -> tuple[int, int]:
 @contextmanager
 def joined() -> Iterator[tuple[int, int]]:
     """Join the process group of torchrun, if it started this process. Yields rank and world size."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+    with ExitStack() as stack:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+            dist.init_process_group("gloo")  # a few numbers are exchanged, whatever device the model is on
+            stack.callback(dist.destroy_process_group)
         yield rank_and_world_size()
-        return
-    dist.init_process_group("gloo")  # a few numbers are exchanged, whatever device the model is on
-    try:
-        yield rank_and_world_size()
-    finally:
-        dist.destroy_process_group()
 
 
 def device(choice: str) -> str:
@@ -79,9 +76,7 @@ def pad_uneven_batches(own: Iterable[T]) -> Iterator[tuple[T, bool]]:
 
     FSDP needs every rank in each forward pass, so a rank without batches reruns another's, with False.
     """
-    rest = iter(own)
-    while True:
-        batch = next(rest, None)
+    for batch in chain(own, repeat(None)):
         there = gather(batch is not None)
         if not any(there):
             return

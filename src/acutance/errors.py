@@ -56,8 +56,7 @@ def require_finite(x: Any, what: str) -> Any:
 
 def first_line(error: BaseException) -> str:
     """What another library's error says, in short."""
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
+    return str(error).strip().partition("\n")[0].strip() or type(error).__name__
 
 
 def import_extra(module: str, message: str) -> Any:

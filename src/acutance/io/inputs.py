@@ -190,8 +190,7 @@ def decode(content: Path | bytes, *, place: Path | str | None = None, colour: bo
     try:
         with library.open(BytesIO(content) if isinstance(content, bytes) else content, formats=FORMATS) as image:
             if max(image.size) > LONGEST * min(image.size):
-                size = f"{image.width} × {image.height} pixels are over {LONGEST}:1"
-                raise ValueError(f"{size}, and resized by the short side they would fill the memory: cut it into parts")
+                raise ValueError(f"{image.width} × {image.height} pixels are over {LONGEST}:1: cut it into parts")
             image.load()
             return image.convert("RGB") if colour else image.copy()
     # Pillow raises SyntaxError for broken PNGs and ValueError or its own errors for absurd sizes.

@@ -130,20 +130,17 @@ def _source(name: str) -> tuple[str, dict[str, str], str | None]:
     """A folder or a name on the Hub, options for from_pretrained, and the repository on the Hub, if it is one."""
     place = name.removeprefix("hf:")
     path = Path(place).expanduser()
-    if path.is_dir():
-        found = sorted(path.glob("*.gguf"))
-        if (path / "config.json").is_file() or not found:
-            return str(path), {}, None
-        if len(found) > 1:
-            names = ", ".join(file.name for file in found)
-            raise AcutanceError(f"{name} holds several GGUF files ({names}): name one of them")
-        path = found[0]
-    if path.is_file():
-        if path.suffix != ".gguf":
+    files = [path] if path.is_file() else sorted(path.glob("*.gguf"))
+    if path.is_dir() and (not files or (path / "config.json").is_file()):
+        return str(path), {}, None
+    if len(files) > 1:
+        raise AcutanceError(f"{name} holds several GGUF files ({listed([f.name for f in files])}): name one of them")
+    if (file := next(iter(files), None)) is not None:
+        if file.suffix != ".gguf":
             raise AcutanceError(f"{name} is a file, but no GGUF: name the folder with config.json and the weights")
         if missing := [library for library in ("gguf", "accelerate") if importlib.util.find_spec(library) is None]:
             raise MissingExtraError(f"a GGUF file needs {' and '.join(missing)}: pip install 'acutance[hf]'")
-        return str(path.parent), {"gguf_file": path.name}, None
+        return str(file.parent), {"gguf_file": file.name}, None
     if path.suffix == ".gguf" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", place):
         raise AcutanceError(f"{name}: there is no file or folder {path}, and a name on the Hub looks like owner/model")
     return place, {}, place
@@ -246,6 +243,5 @@ def _reason(repository: str | None, error: BaseException, silence: Exception | N
     if errors.RepositoryNotFoundError in kinds:
         return f"is not there: no public model {repository!r} on the Hub, and no such file or folder here"
     if silence is not None and FileNotFoundError in kinds:  # of the Hub's client too
-        why = f"{hub} does not answer ({first_line(silence)})"
-        return f"cannot be downloaded: {why}, it was not downloaded before, and {repository!r} is no file or folder"
+        return f"cannot be downloaded: {hub} does not answer ({first_line(silence)}), and there is no copy of it here"
     return f"cannot be loaded: {first_line(error)}"
