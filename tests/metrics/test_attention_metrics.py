@@ -212,10 +212,10 @@ def test_what_does_not_fit_is_refused():
             metric(AttentionOperator(q, k), k)
         with pytest.raises(ShapeError, match=r"\(1, 2, 6, 4\) do not fit.*\(1, 2, 5, any\)"):
             metric(A, normal(1, 2, 6, 4))
-        with pytest.raises(ShapeError, match=r"mask of shape"):
+        with pytest.raises(ShapeError, match=r"a mask \(1, 4\)"):
             metric(A, k, torch.ones(1, 4, dtype=torch.bool))
     for f in (q, k[0]):
-        with pytest.raises(ShapeError, match=r"same shape \(batch, heads, tokens, channels\)"):
+        with pytest.raises(ShapeError, match=r"give the same \(batch, heads, tokens, channels\)"):
             fidelity(k, f, 0.6)
     with pytest.raises(ShapeError, match=r"\(1, 2, 5, 5\) and \(1, 1, 5, 5\)"):
         attention_cosine(A, AttentionOperator(k[:, :1], k[:, :1]))

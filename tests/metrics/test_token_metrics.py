@@ -180,9 +180,9 @@ def test_what_does_not_fit_is_refused_by_name():
     for metric in TOKEN_METRICS.values():
         with pytest.raises(ShapeError, match=r"\(7,\)"):
             metric(torch.ones(7), None)
-        with pytest.raises(ShapeError, match=r"not empty.*\(2, 0, 4\)"):
+        with pytest.raises(ShapeError, match=r"\(2, 0, 4\).*not empty"):
             metric(torch.ones(2, 0, 4), None)
-        with pytest.raises(ShapeError, match=r"\(2, 4\) does not fit tokens of shape \(2, 5\)"):
+        with pytest.raises(ShapeError, match=r"\(2, 4\) does not fit tokens \(2, 5\)"):
             metric(torch.ones(2, 5, 3), torch.ones(2, 4, dtype=torch.bool))
         with pytest.raises(AcutanceError, match=r"must be bool.*mask\.bool\(\)"):
             metric(torch.ones(2, 5, 3), torch.ones(2, 5))

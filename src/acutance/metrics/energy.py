@@ -51,9 +51,8 @@ def log_nonlocal_energy_raw(A: AttentionOperator, u: Tensor, mask: Tensor | None
 
 def fidelity(u: Tensor, f: Tensor, strength: float | Tensor, mask: Tensor | None = None) -> Tensor:
     """G(u, f) = λ/2 Σ_i ‖u_i − f_i‖², the fidelity term that NeuTRENO adds; λ is one number or one per head."""
-    shapes = f"{tuple(u.shape)} and {tuple(f.shape)}"
     if u.ndim != 4 or f.shape[:1] + f.shape[2:] != u.shape[:1] + u.shape[2:] or u.shape[1] % f.shape[1] != 0:
-        raise ShapeError(f"u and f must have the same shape (batch, heads, tokens, channels), got {shapes}")
+        raise ShapeError(f"u {tuple(u.shape)}, f {tuple(f.shape)}: give the same (batch, heads, tokens, channels)")
     u, f = u.to(accumulation_dtype(u)), repeat_heads(f.to(accumulation_dtype(f)), u.shape[1])
     valid = valid_positions(mask, u, heads=True)
     return strength * (u - f).masked_fill(~valid.unsqueeze(-1), 0).square().sum((-2, -1)) / 2
@@ -93,11 +92,9 @@ def _matched(A: AttentionOperator, x: Tensor) -> tuple[AttentionOperator, Tensor
 def _check_fits(A: AttentionOperator, x: Tensor) -> None:
     batch, heads, queries, keys = A.shape
     if queries != keys:
-        words = f"the energy compares tokens with one another, but A has {queries} queries and {keys} keys"
-        raise ShapeError(f"{words}; it is not defined for cross-attention or cached generation")
+        raise ShapeError(f"{queries} queries and {keys} keys: cross-attention and cached generation have no energy")
     if x.ndim != 4 or x.shape[:1] + x.shape[2:3] != (batch, keys) or x.shape[1] not in (heads, A.key_heads):
-        expected = f"expected (batch, heads, tokens, channels) = ({batch}, {heads}, {keys}, any)"
-        raise ShapeError(f"tokens of shape {tuple(x.shape)} do not fit an operator of shape {A.shape}; {expected}")
+        raise ShapeError(f"tokens {tuple(x.shape)} do not fit A {A.shape}: give ({batch}, {heads}, {keys}, any)")
 
 
 def _log_row_energies(tiles: Tiles, u: Tensor, rows: slice) -> Tensor:

@@ -107,8 +107,7 @@ def valid_positions(mask: Tensor | None, tokens: Tensor, *, heads: bool = False)
     try:
         return (mask.unsqueeze(-2) if heads else mask).expand(shape)
     except RuntimeError:
-        shapes = f"a mask of shape {tuple(mask.shape)} does not fit tokens of shape {tuple(shape)}"
-        raise ShapeError(f"{shapes}; give it the shape of the tokens without their channels") from None
+        raise ShapeError(f"a mask {tuple(mask.shape)} does not fit tokens {tuple(shape)}: give (..., tokens)") from None
 
 
 def split_mean(x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,14 +129,12 @@ def _where(condition: Any, yes: Any, no: Any) -> Any:
 def ratio(numerator: Array, denominator: Array, at_zero: Any = 0.0) -> Array:
     """The quotient, with `at_zero` where the denominator is 0; gradients stay finite there."""
     nonzero = denominator != 0
-    quotient: Array = _where(nonzero, numerator / _where(nonzero, denominator, 1), at_zero)
-    return quotient
+    return _where(nonzero, numerator / _where(nonzero, denominator, 1), at_zero)  # type: ignore[no-any-return]
 
 
 def safe_sqrt(x: Array) -> Array:
     """The square root with gradient 0, not infinity, at 0."""
-    root: Array = _where(x <= 0, 0, _where(x <= 0, 1, x) ** 0.5)
-    return root
+    return _where(x <= 0, 0, _where(x <= 0, 1, x) ** 0.5)  # type: ignore[no-any-return]
 
 
 def safe_logsumexp(logs: Tensor) -> Tensor:
@@ -180,8 +177,6 @@ def complain(flags: Numbers, *, metric: str, layer: int | str) -> NoReturn:
     place = [*leading, int(first[leading])]
     names = [*("sample", "head")[: len(leading)], "token"]
     where = ", ".join(map("{} {}".format, names, place)) if len(place) <= 3 else f"index {place}"
-    raise NonFiniteError(
-        f"layer {layer}: {metric}: {int(bad.sum())} of {int(valid.sum())} tokens hold NaN or infinity (first: {where})."
-        " Look at the model's output and at its precision (float16 overflows at 65504: try bfloat16 or float32), and "
-        "mask out padding that was never meant to be read."
-    )
+    found = f"{int(bad.sum())} of {int(valid.sum())} tokens hold NaN or infinity (first: {where})"
+    advice = "Look at the model's output, mask out padding, and try bfloat16 or float32: float16 overflows at 65504."
+    raise NonFiniteError(f"layer {layer}: {metric}: {found}. {advice}")

@@ -98,8 +98,7 @@ def norm_spread(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
 def _select(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The tokens in float32 or better, with zeros where masked out, and the mask (..., tokens)."""
     if tokens.ndim < 2 or 0 in tokens.shape:
-        shape = tuple(tokens.shape)
-        raise ShapeError(f"tokens must be (..., tokens, channels) and not empty, got {shape}; mask what to leave out")
+        raise ShapeError(f"tokens {tuple(tokens.shape)}: give (..., tokens, channels), not empty; a mask drops tokens")
     valid = valid_positions(mask, tokens)
     wide = tokens.to(torch.promote_types(torch.float32, tokens.dtype))  # sums in half precision are inaccurate
     return wide.masked_fill(~valid.unsqueeze(-1), 0), valid
