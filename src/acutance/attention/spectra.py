@@ -82,7 +82,7 @@ def stationary(A: AttentionOperator) -> Tensor:
     if not visible.any(dim=-1).all():
         raise AcutanceError("no stationary distribution: in some sequence every key is masked")
     if not causal:
-        return require_finite(log_mass.softmax(dim=-1), "Σ_j A_ij")
+        return require_finite(log_mass.softmax(dim=-1), "Σ_j A_ij")  # type: ignore[no-any-return]
     # The first token that can be seen sees itself alone, so every causal walk ends there.
     first = visible.to(torch.uint8).argmax(dim=-1, keepdim=True)
     return torch.zeros_like(log_mass).scatter(-1, first, 1.0)
