@@ -1,11 +1,17 @@
 """What 0.1 did wrong without a word, by commands and functions it knows too: on its source these tests fail.
 
-Formulas have theirs in tests/fuzz; copies, threads and other tokens than v⁰'s in tests/sites; files in tests/io.
+So they stay, even where another test shows the same by names that 0.1 does not have. Formulas, threads and heads of
+other widths have theirs in tests/fuzz (adapter_0_1.py), copies and merged attention in tests/sites, layers and padding
+that a model adds in tests/measure/test_structures.py.
 """
 
 import json
 import os
+import resource
 import shutil
+import struct
+import tarfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +20,7 @@ from PIL import Image
 
 import acutance as ac
 from forked import run_forked
+from sites import hf_zoo
 
 SIZES = {"image_size": 8, "patch_size": 4, "in_chans": 3, "num_classes": 2, "dim": 12, "depth": 2, "heads": 2}
 TRAIN = ["loop.checkpoint_every=10", "loop.evaluate_every=0.5", "loop.monitor_every=999", "task.model.depth=2"]
@@ -87,3 +94,39 @@ def test_no_program_is_run_for_a_file_that_holds_something_else(tmp_path: Path) 
     path = f"{tmp_path}:{os.environ['PATH']}"
     assert_refused(run_forked("measure", model, "--images", images, PATH=path), "a.png cannot be read as an image")
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_small_file_does_not_ask_for_much_memory(tmp_path: Path) -> None:
+    config = json.dumps(SIZES | {"dim": 20_000, "depth": 9})
+    head = json.dumps({"__metadata__": {"format": "pt", "acutance.config": config}}).encode()
+    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(head)) + head)
+    at_most_8_gb = partial(resource.setrlimit, resource.RLIMIT_AS, (8 << 30, 8 << 30))
+    assert_refused(run_forked("measure", tmp_path / "m.safetensors", prepare=at_most_8_gb), "m.safetensors", "no ViT")
+
+
+def test_labels_that_are_links_are_refused(tmp_path: Path) -> None:
+    image, label = tarfile.TarInfo("a.png"), tarfile.TarInfo("a.cls")
+    label.type, label.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.addfile(image), archive.addfile(label)
+    shards = [word for name in ("shards", "test_shards") for word in ("--set", f"task.{name}={tmp_path}/a.tar")]
+    assert_refused(run_forked("train", "deit_tiny", *shards, "--out", tmp_path / "run", COLUMNS="250"), "a link")
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    """LAPACK took the interpreter down with it."""
+    model = ac.load(save(tmp_path))
+    with torch.no_grad():
+        model.blocks[1].attn.proj.weight[0, 0] = torch.nan
+    assert_refused(run_forked("explain", ac.save(model, tmp_path / "nan.safetensors")), "layer 2: W_proj holds")
+
+
+@pytest.mark.parametrize("order", [list(range(9)), [0, *range(16, 0, -1)]], ids=["dropped", "reversed"])
+def test_tokens_that_are_dropped_or_moved_between_layers_are_refused(order: list[int]) -> None:
+    """The values of one token were pulled to those of another."""
+    model = hf_zoo.build("vit")
+    block = ac.sites.find(model)[0].block
+    block.register_forward_hook(lambda _module, _args, out: (out if torch.is_tensor(out) else out[0])[:, order])
+    ac.mitigate(model, "neutreno:0.4")
+    with pytest.raises(ac.AcutanceError, match=r"v⁰|dropped"):
+        model(torch.randn(1, 3, 16, 16).double())

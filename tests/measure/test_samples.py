@@ -5,7 +5,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-import acutance as ac
 from acutance import metrics
 from acutance.attention import AttentionCall
 from acutance.attention.operator import AttentionOperator
@@ -194,19 +193,3 @@ def test_rows_are_told_by_any_tensor_that_is_fed():
     assert possible_rows(torch.zeros(2, 4, 3, 8, 8))[:2] == (frames, frames)  # or some of them
     for unknown in ({"images": [image[0], image[1]], "scale": torch.ones(1)}, {"words": "a b"}):
         assert 1000 in possible_rows(unknown)[0]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("form", ["tensor", "mapping", "with a mask"])
-def test_padding_that_a_model_adds_inside_does_not_count(form):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    config = transformers.LongformerConfig(**sizes, vocab_size=99, attention_window=32, max_position_embeddings=70)
-    torch.manual_seed(0)
-    model = transformers.LongformerModel(config).eval()
-    ids, mask = torch.randint(5, 90, (2, 20)), torch.ones(2, 20, dtype=torch.long)
-    mask[1, 15:] = 0 if form == "with a mask" else 1
-    batch = {"tensor": ids, "mapping": {"input_ids": ids}}.get(form, {"input_ids": ids, "attention_mask": mask})
-    found = ac.measure(model, [batch], metrics=["token_cosine"], tap="block", progress=False)["token_cosine"]
-    states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
-    assert found == pytest.approx([ac.metrics.token_cosine(x, mask.bool()).mean().item() for x in states], abs=1e-5)

@@ -1,9 +1,10 @@
-"""Models of no library: which modules are their layers, right or refused or said."""
+"""Which modules of a model are its layers, and which rows and tokens are samples: right, refused or said."""
 
 import warnings
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import acutance as ac
@@ -108,3 +109,18 @@ def test_rows_of_an_alignment_are_no_samples(shape, message):
     model = Made(run, embed=nn.Embedding(9, DIM), blocks=several(Block, 3))
     with pytest.raises(ac.errors.ShapeError, match=message):
         layers_of(model, torch.randint(0, 9, shape))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["tensor", "mapping", "with a mask"])
+def test_padding_that_a_model_adds_inside_does_not_count(form):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    config = transformers.LongformerConfig(**sizes, vocab_size=99, attention_window=32, max_position_embeddings=70)
+    torch.manual_seed(0)
+    model = transformers.LongformerModel(config).eval()
+    ids, mask = torch.randint(5, 90, (2, 20)), torch.ones(2, 20, dtype=torch.long)
+    mask[1, 15:] = 0 if form == "with a mask" else 1
+    batch = {"tensor": ids, "mapping": {"input_ids": ids}}.get(form, {"input_ids": ids, "attention_mask": mask})
+    found = ac.measure(model, [batch], metrics=["token_cosine"], tap="block", progress=False)["token_cosine"]
+    states = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    assert found == pytest.approx([ac.metrics.token_cosine(x, mask.bool()).mean().item() for x in states], abs=1e-5)
