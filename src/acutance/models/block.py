@@ -131,14 +131,12 @@ class Mlp(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        if mlp.is_available(x, self.fc1, self.fc2) and self._can_fuse():
+        layers = (self.fc1, self.act, self.fc2, self.drop)
+        is_gelu = type(self.act) is nn.GELU and self.act.approximate == "none"
+        is_plain = is_gelu and not (self.training and self.drop.p > 0)  # fc2(GELU(fc1(x))) and nothing else
+        if is_plain and mlp.is_available(x, self.fc1, self.fc2) and all(map(_is_bare, layers)):
             return mlp.mlp(x, self.fc1, self.fc2)
         return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))  # type: ignore[no-any-return]
-
-    def _can_fuse(self) -> bool:
-        """Whether this is fc2(GELU(fc1(x))) and nothing else: no dropout, no hooks on the layers."""
-        plain = type(self.act) is nn.GELU and self.act.approximate == "none" and not (self.training and self.drop.p > 0)
-        return plain and all(map(_is_bare, (self.fc1, self.act, self.fc2, self.drop)))
 
 
 def _is_bare(module: nn.Module) -> bool:
@@ -185,9 +183,8 @@ class Block(nn.Module):
         residual = x
         y, first, call = self.attn(x if self.post_norm else self.norm1(x), v0, weights, residual)
         x = x + self.drop_path1(self.ls1(y)).to(x.dtype)  # a float32 gain leaves the stream's dtype as it is
-        if self.post_norm:
-            x = self.norm1(x)
-            x = self.norm2(x + self.drop_path2(self.ls2(self.mlp(x))))
-        else:
-            x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x)))).to(x.dtype)
+        x = self.norm1(x) if self.post_norm else x
+        y = self.mlp(x if self.post_norm else self.norm2(x))
+        x = x + self.drop_path2(self.ls2(y)).to(x.dtype)
+        x = self.norm2(x) if self.post_norm else x
         return x if call is None else self.attn.mitigation.stream(residual, x, call), first

@@ -113,11 +113,9 @@ class TiedSoftmax(nn.Module):
     def forward(self, hidden: Tensor, words: Tensor, embedding: Tensor) -> Tensor:
         """−log p of each word, in float32 or better: hidden (…, dim), words (…), embedding (vocabulary, dim)."""
         rows, wanted = hidden.flatten(0, -2), words.flatten()
-        if self.cluster_weight is None:
-            losses = F.cross_entropy(self._head(rows, embedding), wanted, reduction="none")
-        else:
-            losses = self._adaptive(rows, wanted, embedding)
-        return losses.view(words.shape)
+        if self.cluster_weight is not None:
+            return self._adaptive(rows, wanted, embedding).view(words.shape)
+        return F.cross_entropy(self._head(rows, embedding), wanted, reduction="none").view(words.shape)
 
     def log_probabilities(self, hidden: Tensor, embedding: Tensor) -> Tensor:
         """log p of all words, (…, vocabulary)."""

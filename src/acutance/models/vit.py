@@ -57,10 +57,9 @@ class ReferenceModel(nn.Module):
         fitted = dict(state)
         for path, part in self.named_modules():
             if isinstance(part, Encoder):
-                prefix = f"{path}." if path else ""
-                if not isinstance(part, ViT):
-                    fitted = {name: tensor for name, tensor in fitted.items() if not name.startswith(f"{prefix}head.")}
-                if (key := f"{prefix}pos_embed") in fitted:
+                key, head = f"{path}.pos_embed".lstrip("."), f"{path}.head.".lstrip(".")
+                fitted = {n: x for n, x in fitted.items() if isinstance(part, ViT) or not n.startswith(head)}
+                if key in fitted:
                     fitted[key] = resize_position_embedding(fitted[key], part.grid, part.prefix_tokens, part.resizing)
         return fitted
 
@@ -85,9 +84,8 @@ class BlockStack(ReferenceModel):
                 x, v0 = block(x, v0, weights)
             is_cut = not torch.compiler.is_compiling() and torch.is_grad_enabled() and not x.requires_grad
             if is_cut and any(parameter.requires_grad for parameter in block.parameters()):
-                cause = "re-entrant checkpointing of an input that needs none, behind frozen embeddings, say"
                 advice = "use model.set_grad_checkpointing() or use_reentrant=False"
-                raise AcutanceError(f"a block to train gives no gradient ({cause}): {advice}")
+                raise AcutanceError(f"a block to train gives no gradient, as in re-entrant checkpointing: {advice}")
         return x
 
     def named_blocks(self) -> list[tuple[str, Block]]:
