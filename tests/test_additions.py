@@ -14,36 +14,25 @@ import torch
 from torch import nn
 import acutance as ac
 from acutance.lab import recipes
+from sites.tiny_models import Made
 
-class Mix(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.num_heads, self.qkv, self.proj = 4, nn.Linear(32, 96), nn.Linear(32, 32)
+def attend(self, x):
+    q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+    return self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        return self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+def rung():
+    mix = Made(attend, num_heads=4, qkv=nn.Linear(32, 96), proj=nn.Linear(32, 32))
+    return Made(lambda self, x: x + self.mix(self.ln(x)), ln=nn.LayerNorm(32), mix=mix)
 
-class Rung(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.ln, self.mix = nn.LayerNorm(32), Mix()
-
-    def forward(self, x):
-        return x + self.mix(self.ln(x))
-
-class Tower(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rungs, self.norm = nn.ModuleDict({str(i): Rung() for i in (1, 2, 3)}), nn.LayerNorm(32)
-
+class Tower(Made):
     def forward(self, x):
         for rung in self.rungs.values():
             x = rung(x)
         return self.norm(x)
 
 torch.manual_seed(0)
-tower, x = Tower().eval(), torch.randn(2, 10, 32)
+rungs = nn.ModuleDict({str(i): rung() for i in (1, 2, 3)})
+tower, x = Tower(None, rungs=rungs, norm=nn.LayerNorm(32)).eval(), torch.randn(2, 10, 32)
 plain = tower(x)
 print(len(ac.sites.find(tower)), len(ac.explain(tower, progress=False).layers))
 cosines = nn.functional.cosine_similarity(x[:, :, None], x[:, None], dim=-1)
@@ -61,7 +50,7 @@ def test_each_addition_is_one_file(tmp_path: Path) -> None:
     for file, block in zip(FILES, blocks, strict=True):
         with (tmp_path / "src/acutance" / file).open("a") as added:
             added.write(f"\n\n{block}")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'src'}:{ROOT / 'tests'}"}
     done = subprocess.run([sys.executable, "-c", USE], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["3 3", "tensor(True)", "tensor(True)", "A 24-layer ViT on the embedded digits."]

@@ -8,34 +8,28 @@ from acutance.attention.kernels import packed
 from acutance.metrics.kernels import token_sums
 
 
-def fields_of(x):
-    """The fields of one sample, from the tokens that count."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        bad = ~np.isfinite(x).all(1)
-        norms = np.sqrt((x**2).sum(1))
-        unit = np.divide(x, norms[:, None], out=np.zeros_like(x), where=norms[:, None] > 0)
-        cosines = unit @ unit.T
-        mean = x.mean(0) if len(x) else np.zeros(x.shape[1])
-        return {
-            "count": len(x),
-            "bad": bad.sum(),
-            "pairs": cosines.sum() - np.trace(cosines),
-            "high": ((x - mean) ** 2).sum(),
-            "low": len(x) * (mean**2).sum(),
-            "norm_mean": norms.mean() if len(x) else 0.0,
-            "norm_variance": norms.var() if len(x) else 0.0,
-        }
-
-
 def fields(tokens, mask=None):
-    """(samples, fields) of tokens (samples, tokens, channels)."""
-    x = tokens.detach().cpu().double().numpy()
-    counts = np.ones(x.shape[:2], dtype=bool) if mask is None else mask.cpu().numpy()
+    """(samples, fields) of tokens (samples, tokens, channels), each from the tokens that count."""
+    samples = tokens.detach().cpu().double().numpy()
+    counts = np.ones(samples.shape[:2], dtype=bool) if mask is None else mask.cpu().numpy()
     rows = []
-    for sample, kept in zip(x, counts, strict=True):
-        found = fields_of(sample[kept])
-        bad = kept & ~np.isfinite(sample).all(1)
-        found["first_bad"] = np.flatnonzero(bad)[0] if bad.any() else len(sample)
+    for sample, kept in zip(samples, counts, strict=True):
+        x, bad = sample[kept], kept & ~np.isfinite(sample).all(1)
+        with np.errstate(invalid="ignore", over="ignore"):
+            norms = np.sqrt((x**2).sum(1))
+            unit = np.divide(x, norms[:, None], out=np.zeros_like(x), where=norms[:, None] > 0)
+            cosines = unit @ unit.T
+            mean = x.mean(0) if len(x) else np.zeros(x.shape[1])
+            found = {
+                "count": len(x),
+                "bad": bad.sum(),
+                "first_bad": np.flatnonzero(bad)[0] if bad.any() else len(sample),
+                "pairs": cosines.sum() - np.trace(cosines),
+                "high": ((x - mean) ** 2).sum(),
+                "low": len(x) * (mean**2).sum(),
+                "norm_mean": norms.mean() if len(x) else 0.0,
+                "norm_variance": norms.var() if len(x) else 0.0,
+            }
         rows.append([found[name] for name in token_sums.FIELDS])
     return torch.tensor(np.array(rows, dtype=np.float64), device=tokens.device)
 

@@ -2,7 +2,6 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 
@@ -52,31 +51,19 @@ with held(Path(sys.argv[1])) as mine:
 """
 
 
-@contextmanager
-def another_process(path):
-    """One that holds the lock until it is told to end."""
-    command = [sys.executable, "-c", HOLD, str(path)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "True\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
 @pytest.mark.parametrize("ending", [signal.SIGKILL, None])
 def test_another_process_holds_it_until_it_ends(tmp_path, ending):
     path = tmp_path / "new" / ".lock"
     assert locks.holder(path) == "another process"
-    with another_process(path) as process:
+    command = [sys.executable, "-c", HOLD, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "True\n"
         with locks.held(path) as mine:
             assert not mine
         assert locks.holder(path).endswith(f", process {process.pid}")
         process.send_signal(ending) if ending else process.communicate("")
-        process.wait()
-        with locks.held(path) as mine:
-            assert mine
+    with locks.held(path) as mine:
+        assert mine
 
 
 def test_it_is_let_go_of_after_an_error_too(tmp_path):

@@ -119,22 +119,6 @@ def output_that_counts(model, inputs):
     return y * mask[..., None] if mask is not None and y.shape[:2] == mask.shape else y
 
 
-def assert_zoo_parity(name, spec, inputs, implementation=None):
-    """The same of a model of the zoo."""
-    model, plain = build(name), build(name)
-    if implementation is not None:
-        model.set_attn_implementation(implementation)
-    mitigated(part_of(name, model), spec)
-    leaves = leaves_of(model)
-    layers = [(site.attention, site.output_projection()) for site in sites.find(part_of(name, plain))]
-    formula = Plain(plain, layers, strength=0.6 * ZOO[name].first_values)
-    with in_float64():
-        found = with_gradients(output_that_counts(model, inputs), model.named_parameters())
-        expected = with_gradients(output_that_counts(partial(formula, leaves), inputs), leaves)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    assert all(gradient.any() for path, gradient in found.items() if ".mitigation." in path)
-
-
 @pytest.mark.parametrize(
     ("name", "implementation"), [*((name, None) for name in ZOO), *((n, i) for n in EITHER for i in ("sdpa", "eager"))]
 )
@@ -143,4 +127,15 @@ def test_a_chain_of_learnt_mitigations(name, implementation):
     parts = ["attnscale"]  # first: it scales A, whatever is added afterwards
     parts += [f"neutreno:0.6{learn}"] if ZOO[name].first_values else []
     parts += ["featscale"] if not ZOO[name].causal and name not in WITHOUT_MEAN else []
-    assert_zoo_parity(name, "+".join(parts), batch(name, padded="featscale" not in parts), implementation)
+    inputs, model, plain = batch(name, padded="featscale" not in parts), build(name), build(name)
+    if implementation is not None:
+        model.set_attn_implementation(implementation)
+    mitigated(part_of(name, model), "+".join(parts))
+    leaves = leaves_of(model)
+    layers = [(site.attention, site.output_projection()) for site in sites.find(part_of(name, plain))]
+    formula = Plain(plain, layers, strength=0.6 * ZOO[name].first_values)
+    with in_float64():
+        found = with_gradients(output_that_counts(model, inputs), model.named_parameters())
+        expected = with_gradients(output_that_counts(partial(formula, leaves), inputs), leaves)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert all(gradient.any() for path, gradient in found.items() if ".mitigation." in path)

@@ -86,7 +86,8 @@ TEXT = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "nu
 TEXT |= {"intermediate_size": 48, "vocab_size": 99, "sliding_window": 6}
 
 
-def t5_gemma_2():
+@torch.no_grad()
+def test_a_merged_attention_is_pulled_to_the_decoders_own_values():
     vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
     vision |= {"image_size": 32, "patch_size": 8}
     encoder = {"text_config": TEXT, "vision_config": vision, "boi_token_index": 90, "eoi_token_index": 91}
@@ -95,12 +96,6 @@ def t5_gemma_2():
     model = transformers.T5Gemma2ForConditionalGeneration(config).eval()
     for parameter in model.parameters():
         parameter.data.normal_(std=0.2)
-    return model
-
-
-@torch.no_grad()
-def test_a_merged_attention_is_pulled_to_the_decoders_own_values():
-    model = t5_gemma_2()
     attentions = [layer.self_attn for layer in model.model.decoder.layers]
     values, outputs = {}, {}
     for i, attention in enumerate(attentions):  # W_V is called for the decoder's tokens first, then for the encoder's
