@@ -23,16 +23,6 @@ ratio = ac.metrics.hfc_lfc_spectral
 SITE = BareSite(4, 1, 1, 4)  # which adds a branch as it is
 
 
-def mixed_vit():
-    """Like a trained one: large weights, both families occur."""
-    model = small_vit(depth=4).double()
-    with torch.no_grad():
-        for layer, shift in enumerate([-1.2, -0.4, 0.3, -0.9], 1):
-            set_branch(model, layer, 0.5 * normal(DIM, DIM, seed=layer) / DIM**0.5 + shift * torch.eye(DIM))
-            model.blocks[layer - 1].attn.qkv.weight[: 2 * DIM].mul_(60)
-    return model
-
-
 def between(share: float, leads: np.ndarray) -> bool:
     """Whether a share of cases above 0 agrees with their leads, up to those within the margin."""
     count = share * len(leads)
@@ -48,7 +38,13 @@ def lead(H: np.ndarray, A: np.ndarray) -> float:
 
 
 def test_explain_counts_what_brute_force_counts() -> None:
-    model, images = mixed_vit(), normal(6, 1, 8, 8)
+    # Like a trained one: large weights, both families occur.
+    model = small_vit(depth=4).double()
+    with torch.no_grad():
+        for layer, shift in enumerate([-1.2, -0.4, 0.3, -0.9], 1):
+            set_branch(model, layer, 0.5 * normal(DIM, DIM, seed=layer) / DIM**0.5 + shift * torch.eye(DIM))
+            model.blocks[layer - 1].attn.qkv.weight[: 2 * DIM].mul_(60)
+    images = normal(6, 1, 8, 8)
     spectrum = ac.explain(model, iter(images.split(4)), progress=False)
     records, stream = watch(model, images)
     close = cases = 0

@@ -22,6 +22,7 @@ from acutance.metrics.kernels import token_sums
 from acutance.models.block import Mlp
 from acutance.models.kernels import mlp
 from attention.operator_cases import LargestTensor
+from sites.tiny_models import Made
 
 
 def program_of(mitigation, layer=2):
@@ -150,12 +151,6 @@ def test_the_package_starts_without_the_compiler():
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-class Called(torch.nn.Module):
-    def __init__(self, look):
-        super().__init__()
-        self.forward = look
-
-
 def under(mode, look):
     with mode:
         look(torch.ones(2))
@@ -163,7 +158,7 @@ def under(mode, look):
 
 WATCHED = {
     "a compiler": lambda look: torch.compile(look, backend="eager")(torch.ones(2)),
-    "an export": lambda look: torch.export.export(Called(look), (torch.ones(2),), strict=False),
+    "an export": lambda look: torch.export.export(Made(lambda _, x: look(x)), (torch.ones(2),), strict=False),
     "a mode": partial(under, LargestTensor()),
     "a fake": partial(under, FakeTensorMode()),
     "vmap": lambda look: torch.vmap(look)(torch.ones(2, 3)),

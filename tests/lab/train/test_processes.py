@@ -53,15 +53,11 @@ def of(task):
     return Config(task=task, optim=OptimConfig(lr=1e-2, clip=1.0), loop=loop)
 
 
-def like_torchrun(rank):
-    """What it says of a process; and float64."""
+def train_together(rank, folder):
     use_float64(pytest.MonkeyPatch())
+    # As torchrun would say it.
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-
-
-def train_together(rank, folder):
-    like_torchrun(rank)
     ddp, fsdp = vit("loop.strategy=ddp"), vit("loop.strategy=fsdp")
     fit(ddp, folder / "ddp")
     _, printed = fit(fsdp, folder / "fsdp")
