@@ -256,13 +256,13 @@ def _blocks_of_stage(model: nn.Module, path: str, block: nn.Module) -> Modules:
 
 
 def other_blocks(model: nn.Module, blocks: Collection[nn.Module]) -> list[str]:
-    """The paths of lists of equals beside the blocks, whose members are at least a quarter as large on average."""
+    """The paths of lists of equals beside the blocks whose members, of any size, have several modules with weights."""
     inside = {module for block in blocks for module in block.modules()}
-    least = _size(blocks) / len(blocks) / 4
     found = [
         path
         for path, listed in lists_of_equals(model).items()
-        if _size(listed.values()) >= least * len(listed) and inside.isdisjoint(modules_of(model)[path].modules())
+        if any(sum(bool(m._parameters) for m in block.modules()) > 1 for block in listed.values())
+        and inside.isdisjoint(modules_of(model)[path].modules())
     ]
     return [path for path in found if not any(up in found for up in outwards(path)[1:])]
 
