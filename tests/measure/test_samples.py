@@ -52,11 +52,10 @@ def test_documents_that_see_each_other_are_refused(causal):
     open_once[1, 0, 6, 0] = future[1, 0, 0, 6] = True
     for mask, mixes in ((None, True), (open_once, True), (future, not causal), (APART, False)):
         additive = [] if mask is None else [torch.zeros(2, 1, 7, 7).masked_fill(~mask, low) for low in (-1e4, -3e38)]
-        refused = pytest.raises(AcutanceError, match=r"does not keep such documents apart.*rows of their own")
+        refused = pytest.raises(AcutanceError, match=r"documents see each other.*rows of their own")
         for form in (mask, *additive):
             with refused if mixes else nullcontext():
-                samples.refuse_mixing(record(causal=causal, mask=form))
-    TokenLayout().refuse_mixing(record(causal=causal))
+                samples.documents.refuse_mixing(record(causal=causal, mask=form))
 
 
 @pytest.mark.parametrize("kind", ["bool mask", "float mask", "causal"])

@@ -102,9 +102,7 @@ class MetricReader(Visitor):
         wanted = {"leave": "block" in self.taps, "attend": attends, "final": "final" in self.taps}
         self.needs = {"enter": (1,)} | {method: EVERY for method, is_wanted in wanted.items() if is_wanted}
         if model is not None and "block" in self.taps and (unread := sites.modules_unread(model)):
-            warn(
-                f"modules that are no blocks are not read and not counted as layers: {', '.join(unread)}", stacklevel=4
-            )
+            warn(f"modules that are no blocks are not counted as layers: {', '.join(unread)}", stacklevel=4)
         layers = sites.layers_of(model) if model is not None and ATTENTION_COSINE in self.names else []
         self.moving = [number for site, number in layers if has_windows(site.attention)]
         self.autocast: str | None = None  # the dtype that the blocks run in; a model's forward may enter its own
@@ -123,8 +121,7 @@ class MetricReader(Visitor):
         ran = self.ran.setdefault(tap, {})
         last = next(reversed(ran), 0)
         if layer in ran and layer != last:
-            again = f"layer {layer} ran again after layer {last} in one forward pass"
-            raise AcutanceError(f"{again}, so its readings cannot be told apart: feed what runs the layers once")
+            raise AcutanceError(f"layer {layer} ran again after layer {last}: feed what runs the layers once")
         ran[layer] = max(layer, ran.get(last, 0) + 1)
         return ran[layer]
 

@@ -71,6 +71,15 @@ class Documents(NamedTuple):
         """Rows (batch, tokens, …) to documents (documents, longest, …); places outside repeat other tokens."""
         return x[self.rows[:, None], self.positions]
 
+    def refuse_mixing(self, call: AttentionCall) -> None:
+        """Raise if the attention's mask lets documents see each other."""
+        A, visible = call.A, call.visible()
+        labels = self.labels.to(A.device)
+        across = labels[:, None, :, None] != labels[:, None, None, :]
+        across = across.tril() if A.causal else across
+        if bool((across if visible is None else across & visible).any()):
+            raise AcutanceError("position_ids restart, yet documents see each other: give them as rows of their own")
+
 
 @dataclass(frozen=True)
 class TokenLayout:
@@ -129,8 +138,7 @@ class TokenLayout:
     def refuse_empty(self) -> Self:
         """The layout itself, where every sample has a token that counts."""
         if self.filled is not None:
-            empty = int(self.filled.argmin()) + 1
-            raise AcutanceError(f"sample {empty} of a batch has no token that counts: leave it out of the batch")
+            raise AcutanceError(f"sample {self.filled.argmin() + 1} of a batch has no token that counts: leave it out")
         return self
 
     def tokens(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -148,19 +156,15 @@ class TokenLayout:
             mask = torch.ones(shape[0], self.given, dtype=torch.bool) if mask is None else mask
             mask = nn.functional.pad(mask, (0, shape[1] - self.given))
         if mask is not None and mask.shape != shape:
-            raise ShapeError(
-                f"the batch's mask is {tuple(mask.shape)}, but the tokens are {tuple(shape)}: which are padding is "
-                "not known. Measure samples of one size together, without padding. A model that takes only padded "
-                "samples, such as Whisper, is fed without this mask, and padding counts"
-            )
+            sizes = f"the batch's mask is {tuple(mask.shape)}, but the tokens are {tuple(shape)}"
+            raise ShapeError(f"{sizes}: measure samples of one size without padding, or leave out the mask to count it")
         mask = None if mask is None else mask.to(device)
         if front or back:
             (_, first), _ = next(iter(self._kept), (shape, device))
             if shape[1] <= front + back:
                 raise AcutanceError(f"all {shape[1]} tokens of a sample are special: read with prefix='in'")
             if shape[1] > first:  # such as EoMT's queries
-                added = f"a layer has {shape[1]} tokens, the first reading had {first}"
-                raise AcutanceError(f"{added}: where the special ones are now is not known. Read with prefix='in'")
+                raise AcutanceError(f"a layer has {shape[1]} tokens, the first reading had {first}: use prefix='in'")
             content = torch.ones(shape, dtype=torch.bool, device=device)
             content[:, :front] = content[:, shape[1] - back :] = False
             mask = content if mask is None else mask & content
@@ -169,23 +173,11 @@ class TokenLayout:
         documents = self.documents.to(device)
         return documents, documents.inside if mask is None else documents.inside & documents.split(mask)
 
-    def refuse_mixing(self, call: AttentionCall) -> None:
-        """Raise if the attention's mask lets packed documents see each other."""
-        if self.documents is None:
-            return
-        A, visible = call.A, call.visible()
-        labels = self.documents.labels.to(A.device)
-        across = labels[:, None, :, None] != labels[:, None, None, :]
-        across = across.tril() if A.causal else across
-        if bool((across if visible is None else across & visible).any()):
-            seen = "position_ids start anew, as for documents packed into a row, but this model"
-            raise AcutanceError(f"{seen} does not keep such documents apart. Give the documents as rows of their own")
-
     def record(self, record: AttentionCall) -> AttentionCall:
         """The record with each document as a sample; refuses documents that see each other."""
         if self.documents is None:
             return record
-        self.refuse_mixing(record)
+        self.documents.refuse_mixing(record)
         documents, A = self.documents.to(record.branch.device), record.A
 
         def split(x: Tensor) -> Tensor:  # (batch, heads, tokens, width)
@@ -215,8 +207,7 @@ def fed_of(batch: Any) -> Fed:
         return batch
     fed = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
     if not isinstance(fed, Tensor):
-        given = type(fed).__name__
-        raise AcutanceError(f"a batch must be a tensor, a (tensor, …) tuple or a mapping of arguments, not {given}")
+        raise AcutanceError(f"a batch must be a tensor, a (tensor, …) tuple or a mapping, not {type(fed).__name__}")
     return fed
 
 
@@ -235,8 +226,7 @@ def _padding(batch: Mapping[str, Any], names: Sequence[str], rows: int, *, is_pa
             marked: Tensor = torch.atleast_2d(mask).bool()
             return ~marked if marks_padding else marked
         if names is IMAGE_PADDING:
-            given = f"{name} is {tuple(mask.shape)}, but tells which tokens are padding only as (batch, tokens)"
-            raise ShapeError(f"{given}: measure images without padding, those of one size together")
+            raise ShapeError(f"{name} is {tuple(mask.shape)}, not (batch, tokens): measure images without padding")
         if mask.ndim > 2 and not marks_padding:
             return _padding_of_pairs(name, mask, rows, is_packed=is_packed)
     return None
@@ -255,5 +245,4 @@ def _padding_of_pairs(name: str, mask: Tensor, rows: int, *, is_packed: bool) ->
             return one.flatten(1).expand(rows if len(one) == 1 else -1, -1)
         if is_packed:  # it keeps documents apart, which `refuse_mixing` checks
             return None
-    given = f"{name} is {tuple(mask.shape)} and does not clearly hide the same keys from all queries"
-    raise ShapeError(f"{given}, which would be padding: give {name} as (batch, tokens), with 0 for padding")
+    raise ShapeError(f"{name} is {tuple(mask.shape)}, not just padding: give {name} as (batch, tokens), 0 for padding")

@@ -93,7 +93,7 @@ def walk(
             with ExitStack() as around:
                 if number == 0:  # once only: the check waits for the device
                     around.enter_context(sites.checking_blocks(target, *possible_rows(batch.fed)))
-                for packed in [samples for samples in batch.asked.values() if samples.documents is not None]:
+                for packed in [samples.documents for samples in batch.asked.values() if samples.documents is not None]:
                     with suppress(AcutanceError):  # another reads this attention and checks it, or nobody can
                         around.enter_context(sites.find(target)[0].observe(packed.refuse_mixing))
                 feed(bare, batch.fed)
