@@ -130,7 +130,6 @@ class NamedSite(PatchedSite):
         return f"a norm or a gate of {type(self.attention).__name__} before W_proj" if changes else None
 
     def post_norm(self) -> nn.Module | None:
-        """The norm of the attention branch, as in Gemma 2 and 3, OLMo 2 and GLM-4."""
         return self._followed().post_norm
 
     def branch_gain(self) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import dropwhile
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from acutance.sites import find, structure
 from acutance.sites.discovery import is_norm
 from acutance.sites.forward_pass import ForwardPass
 from acutance.sites.named import NamedSite
-from acutance.sites.site import Library
+from acutance.sites.site import Library, Undo
 from acutance.sites.structure import Layer, modules_of
 
 
@@ -24,7 +24,6 @@ class MultiheadSite(NamedSite):
     """One `nn.MultiheadAttention`, used as self-attention."""
 
     attention: nn.MultiheadAttention
-    _encoders: Sequence[Any] = ()  # that would turn padded batches into nested tensors
 
     @cached_property
     def _found(self) -> tuple[Projections, LayerShape]:
@@ -77,14 +76,10 @@ class MultiheadSite(NamedSite):
                 f"{self.name} attends to a key that is no token (add_bias_kv or add_zero_attn). {TOKENS_REMAIN}"
             )
         super().route()
-        self._encoders = [m for m in self.stack.root.modules() if getattr(m, "use_nested_tensor", False)]
-        for encoder in self._encoders:
-            encoder.use_nested_tensor = False
-
-    def unroute(self) -> None:
-        super().unroute()
-        for encoder in self._encoders:
-            encoder.use_nested_tensor = True
+        for encoder in self.stack.root.modules():
+            if getattr(encoder, "use_nested_tensor", False):  # it would make nested tensors of padded batches
+                vars(encoder)["use_nested_tensor"] = False
+                self.stack.hooks.append(Undo(partial(setattr, encoder, "use_nested_tensor", True)))
 
     def now(self, x: Tensor) -> ForwardPass:
         now = super().now(x)
