@@ -116,7 +116,7 @@ def test_a_forward_of_ones_own_is_not_taken_for_timms():
             return 2 * super().forward(x, attn_mask, is_causal)
 
     model = vision_transformer.VisionTransformer(**SMALL, attn_layer=DoubledAttention).double().eval()
-    with pytest.raises(NoSitesError, match=r"DoubledAttention.*does more to its tokens"):
+    with pytest.raises(NoSitesError, match=r"DoubledAttention.*does more than multiply"):
         ac.explain(model, progress=False)
     before = model(images())
     with ac.mitigate(model, "neutreno:0"):
