@@ -60,11 +60,9 @@ def share(batches: Iterable[T], rank: int, size: int) -> Iterable[T]:
     Batches that were already divided among the processes are refused: some would be skipped silently.
     """
     if isinstance(getattr(batches, "sampler", None), DistributedSampler):
-        done = "across_processes=True shares batches out, but this loader's DistributedSampler has done so already"
-        raise AcutanceError(f"{done}: give every process a loader of all samples")
+        raise AcutanceError("a DistributedSampler shares samples out already: give every process a loader of all")
     if len(set(lengths := gather(0 if isinstance(batches, Iterator) else length_hint(batches)))) > 1:
-        given = f"the processes were given {', '.join(map(str, lengths))} batches"
-        raise AcutanceError(f"{given}: with across_processes=True give every process all of them")
+        raise AcutanceError(f"the processes were given {', '.join(map(str, lengths))} batches: give each all of them")
     if size == 1:
         return batches
     if isinstance(batches, Sequence):

@@ -4,10 +4,8 @@ import importlib
 import warnings
 from typing import Any
 
-TOKENS_REMAIN = (  # where attention cannot be read
-    'Token metrics can still be measured: measure(model, batches, tap="block") with metrics that need no attention, '
-    "such as the default ones"
-)
+# Where attention cannot be read.
+TOKENS_REMAIN = "Token metrics can still be measured: measure(model, batches) with its default metrics and tap"
 
 
 class AcutanceError(Exception):

@@ -105,7 +105,7 @@ def test_explain_prints_verdicts_and_reads_attention_with_data(checkpoint: Path,
         (["mitigate", "nowhere", "neutrino:0.6"], "unknown mitigation 'neutrino'"),  # before anything is read
         (["explain", "DAMAGED"], "cannot be read as weights"),
         (["explain", "MODEL", "--data", "imagenet"], "--data takes digits or own"),
-        (["explain", "MODEL", "--data", "own"], "--data own is what a run of `acutance train` was tested on"),
+        (["explain", "MODEL", "--data", "own"], "is no run of `acutance train`"),
         (["explain", "MODEL", "--kind", "dominance", "--picture", "p.png"], "needs data"),
         (["explain", "MODEL", "--kind", "pie", "--picture", "p.png"], "unknown picture 'pie'"),
         (["explain", "MODEL", "--picture", "p.xyz"], "one of .png"),

@@ -52,7 +52,7 @@ def measuring(rank):
         read(DistributedDataParallel(build().double()), images(1))
     samples = images(2)[0]
     loader = DataLoader(samples, sampler=DistributedSampler(samples))
-    with pytest.raises(AcutanceError, match="DistributedSampler has done so already"):
+    with pytest.raises(AcutanceError, match="DistributedSampler shares samples out already"):
         figures(build(), loader, across_processes=True)
 
 

@@ -61,8 +61,7 @@ class DataOptions:
         if data not in (None, "digits", "own"):
             raise AcutanceError(f"--data takes digits or own, not {data!r}; other data come by --text or --images")
         if data == "own" and data not in loaded.data:
-            where = f"{loaded.name} is no such run"
-            raise AcutanceError(f"--data own is what a run of `acutance train` was tested on; {where}")
+            raise AcutanceError(f"--data own: {loaded.name} is no run of `acutance train` with test data of its own")
         name = data or next(iter(loaded.data), None)
         if self.data_dir is not None and (self.text or self.images or name != "own"):
             raise AcutanceError(f"--data-dir says where a run's own data lies, which {loaded.name} is not to read")
@@ -76,9 +75,8 @@ class DataOptions:
         if name in loaded.data:
             return loaded.data[name](data_dir=self.data_dir, **how)
         options = {"--text FILE": loaded.tokenizer, "--images DIR": loaded.preprocess}
-        wanted = " or ".join(option for option, reads in options.items() if reads is not None) or "Python"
-        advice = f"say what it shall read with {wanted}. From Python, ac.measure(model, batches) takes any data"
-        raise AcutanceError(f"{loaded.name} does not take the embedded digits: {advice}")
+        wanted = " or ".join(option for option, reads in options.items() if reads) or "ac.measure(model, batches)"
+        raise AcutanceError(f"{loaded.name} does not take the embedded digits: say what it shall read with {wanted}")
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:

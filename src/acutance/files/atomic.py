@@ -76,10 +76,8 @@ def append_line(path: str | os.PathLike[str], body: Mapping[str, Any]) -> None:
 def _built(content: bytes, where: str, form: str, build: Callable[[Any], T]) -> T:
     try:
         body = json.loads(content)
-        if not isinstance(body, dict) or "format" not in body:
-            raise ValueError("it does not name its format")
-        if body["format"] != form:
-            raise AcutanceError(f"{where} has the format {body['format']!r}, this version reads {form!r}")
+        if (found := body.get("format")) != form:
+            raise AcutanceError(f"{where} has the format {found!r}, this version reads {form!r}")
         return build(body)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise AcutanceError(f"{where} is not of the format {form!r}: {error}") from error

@@ -207,10 +207,9 @@ def _loading(name: str, repository: str | None) -> Iterator[None]:
     try:
         if repository is not None:
             HfApi().model_info(repository, timeout=PATIENCE)
-    except (RepositoryNotFoundError, HFValidationError):
-        pass  # loading will find out, and say so
     except Exception as error:  # no name service, no route, no answer in time, a proxy's page, offline mode
-        silence = error
+        if not isinstance(error, (RepositoryNotFoundError, HFValidationError)):  # of which loading will say so
+            silence = error
     with ExitStack() as stack:
         # Its environment variable is read at import only.
         offline = constants.HF_HUB_OFFLINE or silence is not None
@@ -232,16 +231,13 @@ def _loading(name: str, repository: str | None) -> Iterator[None]:
 def _reason(repository: str | None, error: BaseException, silence: Exception | None) -> str:
     from huggingface_hub import constants, errors
 
-    kinds: list[type] = []
-    cause = error if repository is not None else None
+    cause, hub = error if repository is not None else None, constants.ENDPOINT
     while cause is not None:
-        kinds += type(cause).__mro__
+        if isinstance(cause, errors.GatedRepoError):
+            return f"is gated: accept its terms at {hub}/{repository}, then log in with `hf auth login`"
+        if isinstance(cause, errors.RepositoryNotFoundError):
+            return f"is not there: no public model {repository!r} on the Hub, and no such file or folder here"
+        if silence is not None and isinstance(cause, FileNotFoundError):  # of the Hub's client too
+            return f"cannot be downloaded: {hub} does not answer ({first_line(silence)}), and no copy of it is here"
         cause = cause.__cause__ or cause.__context__
-    hub = constants.ENDPOINT
-    if errors.GatedRepoError in kinds:
-        return f"is gated: accept its terms at {hub}/{repository}, then log in with `hf auth login`"
-    if errors.RepositoryNotFoundError in kinds:
-        return f"is not there: no public model {repository!r} on the Hub, and no such file or folder here"
-    if silence is not None and FileNotFoundError in kinds:  # of the Hub's client too
-        return f"cannot be downloaded: {hub} does not answer ({first_line(silence)}), and there is no copy of it here"
     return f"cannot be loaded: {first_line(error)}"

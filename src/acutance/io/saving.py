@@ -88,8 +88,7 @@ def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
         _refuse_misfit(str(where), shapes, outline)
         model = type(outline)(**config)
     else:
-        advice = "build a plain one and pass it as model=, or for published weights use acutance.io.load_checkpoint"
-        raise AcutanceError(f"{where} does not say what model it is: {advice}")
+        raise AcutanceError(f"{where} names no model: pass it as model=, or use acutance.io.load_checkpoint")
     try:
         load_model(model, where)
     except (RuntimeError, SafetensorError) as error:
@@ -155,10 +154,8 @@ def _reading(file: Path) -> Iterator[None]:
     except Exception as error:  # whatever a damaged or hostile file provokes
         # torch's message about a pickle says how to load it all the same
         reason = "" if isinstance(error, pickle.UnpicklingError) else f" ({first_line(error)})"
-        raise AcutanceError(
-            f"{file} cannot be read as weights: it is damaged, or holds more than tensors, which is refused "
-            f"because unpickling could run code{reason}. Fetch it again, or save its state dict alone"
-        ) from error
+        advice = f"unpickling could run code{reason}. Fetch it again, or save its state dict alone"
+        raise AcutanceError(f"{file} cannot be read as weights: damaged, or more than tensors, and {advice}") from error
 
 
 def listed(names: list[str], limit: int = 8) -> str:
@@ -181,22 +178,17 @@ def _load_folder(folder: Path, model: nn.Module | None) -> nn.Module:
     states = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
     learnt = {name: tensor for state in states for name, tensor in state.items() if ".mitigation." in name}
     if learnt and not record:
-        found = f"{folder} has parameters of a mitigation ({next(iter(learnt))})"
-        raise AcutanceError(f"{found}, but config.json does not say which. Save with acutance.save(model, folder)")
+        raise AcutanceError(f"{folder} does not say which mitigation has {next(iter(learnt))}: use acutance.save")
     reinstate(model, record)
-    names = _names_on_disk(model, [name for name in model.state_dict() if ".mitigation." in name])
-    if missing := [name for name, written in names.items() if written not in learnt]:
-        raise AcutanceError(f"{folder} lacks the mitigation's parameters {', '.join(missing[:3])}")
-    model.load_state_dict({name: learnt[written] for name, written in names.items()}, strict=False)
-    return model
-
-
-def _names_on_disk(model: nn.Module, names: list[str]) -> dict[str, str]:
-    """Transformers 5 writes the modules of some models, such as ViT, under the names they used to have."""
+    names = [name for name in model.state_dict() if ".mitigation." in name]
+    # Transformers 5 writes the modules of some models, such as ViT, under the names they used to have.
     library = sys.modules.get("transformers.core_model_loading")
     rename = getattr(library, "revert_weight_conversion", lambda _model, numbered: numbered)
     written = rename(model, {name: torch.tensor(place) for place, name in enumerate(names)})
-    return {names[int(place)]: name for name, place in written.items()}
+    if missing := [name for name in written if name not in learnt]:
+        raise AcutanceError(f"{folder} lacks the mitigation's parameters {listed(missing, 3)}")
+    model.load_state_dict({names[int(place)]: learnt[name] for name, place in written.items()}, strict=False)
+    return model
 
 
 def _whole_record(model: nn.Module, noted: Mapping[str, Mapping[str, str]], folder: Path) -> dict[str, str]:
