@@ -9,7 +9,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import DistributedSampler, Subset
 
 from acutance.errors import AcutanceError
@@ -81,29 +80,3 @@ def pad_uneven_batches(own: Iterable[T]) -> Iterator[tuple[T, bool]]:
             return
         offered = [batch] if all(there) else gather(batch)
         yield next(one for one in (batch, *offered) if one is not None), batch is not None
-
-
-@contextmanager
-def shards_put_back(model: nn.Module) -> Iterator[None]:
-    """Reshard afterwards: FSDP2 frees gathered weights in the backward pass only, so they would go stale."""
-    try:
-        yield
-    finally:
-        for module in model.modules():
-            if any(parent.__name__ == "FSDPModule" for parent in type(module).__mro__):
-                cast(Any, module).reshard()
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, then every module's own mode again (some may have been frozen)."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False  # not by eval(), which some modules take as the order to merge their weights
-        # Compiled code would not see the hooks.
-        with shards_put_back(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for module in training:
-            module.training = True

@@ -10,13 +10,13 @@ import torch
 
 import acutance as ac
 from acutance import metrics
-from acutance.distributed import evaluating
 from acutance.errors import NonFiniteError
 from acutance.measure import reader as reading
 from acutance.measure.reader import MetricReader, PendingValues
 from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import feed
 from acutance.metrics.sums import FROM_SUMS
+from acutance.sites.structure import evaluating
 from attention.operator_cases import LargestTensor
 from token_fields import stand_in
 

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from acutance import distributed as processes
 from acutance import sites
 from acutance.attention import AttentionCall
-from acutance.distributed import evaluating
 from acutance.errors import AcutanceError
 from acutance.measure.samples import SPECIAL, Fed, TokenLayout, fed_of, possible_rows, refuse_single
-from acutance.sites.structure import bare_module, is_sharded
+from acutance.sites.structure import bare_module, evaluating, is_sharded
 from acutance.version import __version__
 
 EVERY = range(sys.maxsize)  # layer

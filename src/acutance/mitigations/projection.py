@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from acutance.distributed import evaluating
 from acutance.errors import TOKENS_REMAIN, AcutanceError, NoSitesError
 
 Rows = slice | Tensor | None  # None: all
@@ -235,11 +234,17 @@ def _zero_for(module: nn.Module) -> Tensor:
 
 def _through(module: nn.Module, x: Tensor) -> Tensor:
     """Run its forward alone in evaluation mode: hooks, such as our own, may change the output."""
+    training = [part for part in module.modules() if part.training]
     try:
-        with evaluating(module):
+        for part in training:
+            part.training = False
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             y = module.forward(x)
     except Exception as error:  # a module may raise anything for inputs that it does not take
         raise _refusal(module, f"it does not take tokens of shape {tuple(x.shape)} ({error})") from error
+    finally:
+        for part in training:
+            part.training = True
     if not isinstance(y, Tensor) or y.shape[:-1] != x.shape[:-1]:
         raise _refusal(module, "it does not give one vector a token")
     return y

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from acutance.distributed import evaluating
 from acutance.mitigations.projection import Projection
 from acutance.sites.intercept import MIXED, Intercept, Product
 from acutance.sites.patched import SITE
-from acutance.sites.structure import tokens_out
+from acutance.sites.structure import evaluating, tokens_out
 
 BATCH, TOKENS, GRID = 3, 4, (2, 2)  # of the random tokens: batch and tokens differ, so that a swap shows
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")

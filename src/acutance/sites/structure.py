@@ -8,6 +8,7 @@ from functools import wraps
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from acutance.errors import TOKENS_REMAIN, AcutanceError, NoSitesError, SeveralStacksError, ShapeError
@@ -358,3 +359,29 @@ def refuse_sharded(model: nn.Module, reader: str) -> None:
             f"{reader} reads the weights, of which FSDP leaves each process a part: give it the model before it is "
             "sharded, or a plain one with the full state dict"
         )
+
+
+@contextmanager
+def shards_put_back(model: nn.Module) -> Iterator[None]:
+    """Reshard afterwards: FSDP2 frees gathered weights in the backward pass only, so they would go stale."""
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            if any(parent.__name__ == "FSDPModule" for parent in type(module).__mro__):
+                cast(Any, module).reshard()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients, then every module's own mode again (some may have been frozen)."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False  # not by eval(), which some modules take as the order to merge their weights
+        # Compiled code would not see the hooks.
+        with shards_put_back(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module in training:
+            module.training = True

@@ -18,13 +18,13 @@ from torch.nn.functional import cross_entropy, normalize
 from acutance import metrics, sites
 from acutance.attention import AttentionCall
 from acutance.attention.operator import AttentionOperator
-from acutance.distributed import evaluating
 from acutance.lab.bench.results import Row
 from acutance.lab.bench.steps import Shape, classified, shape_for, timm_model
 from acutance.lab.bench.timing import Candidate, Pace, Settings, Step, Table, compare, free, repeat, training_step
 from acutance.measure import DEFAULT_METRICS, measure
 from acutance.measure.monitor import CHEAP_METRICS, INTERVAL, Monitor
 from acutance.measure.walk import feed
+from acutance.sites.structure import evaluating
 
 WITH_ATTENTION = (*CHEAP_METRICS, "nonlocal_energy", "attention_entropy")
 SPECTRAL_BATCH = 32  # small, since eigenvalues of each image's tokens in every layer take long

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from acutance.distributed import evaluating
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
 from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD, Crops
 from acutance.lab.data.images import Images, load_images
@@ -28,6 +27,7 @@ from acutance.lab.tasks.classification import ClassificationConfig
 from acutance.lab.tasks.imagenet import ImageNetConfig, load_imagenet
 from acutance.measure.walk import track
 from acutance.report.tables import FittedTable, Result
+from acutance.sites.structure import evaluating
 from acutance.version import __version__
 
 CLEAN = "clean"

@@ -22,11 +22,11 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from acutance.distributed import shards_put_back
 from acutance.errors import AcutanceError, NonFiniteError, import_extra
 from acutance.files.atomic import atomic_write
 from acutance.lab.files import finite
 from acutance.measure.monitor import own_randomness
+from acutance.sites.structure import shards_put_back
 
 SECONDS_BETWEEN_LINES = 60
 BACKENDS = {

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
 
-from acutance.distributed import gather, shards_put_back
+from acutance.distributed import gather
 from acutance.errors import AcutanceError
 from acutance.lab.tasks import Task, task_class
 from acutance.lab.train import log as logs
@@ -24,6 +24,7 @@ from acutance.lab.train.optim import learning_rate, persistent
 from acutance.lab.train.run import Run
 from acutance.lab.train.step import Parts, TrainStep
 from acutance.measure.monitor import Monitor
+from acutance.sites.structure import shards_put_back
 
 # Cheap enough to measure during training. How HFC/LFC moves in training is an open question of the field.
 MONITORED = ("token_cosine", "rank_residual", "norm_spread", "hfc_lfc_frobenius")
