@@ -210,6 +210,6 @@ def attending():
 
 def test_what_stands_between_the_blocks_and_is_unlike_them_is_named():
     model = nn.Sequential(attending(), nn.Linear(16, 16), nn.LayerNorm(16), attending(), nn.Linear(16, 3))
-    with pytest.warns(AcutanceWarning, match=r"not read.*: 1$"):
+    with pytest.warns(AcutanceWarning, match=r"not counted as layers: 1$"):
         profile = ac.measure(model, [torch.randn(2, 5, 16)], metrics="token_cosine", progress=False)
     assert profile.layers("token_cosine") == [0, 1, 2]

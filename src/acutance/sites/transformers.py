@@ -124,7 +124,6 @@ def _crosses(path: str, module: nn.Module) -> bool:
     return bool(structure.CROSS.search(inside)) or getattr(module, "is_cross_attention", False)
 
 
-@structure.cached
 def _layers(model: nn.Module) -> list[Layer]:
     found = structure.innermost({path: module for path, module in modules_of(model).items() if _attends(module)})
     return structure.layers_in(model, {path: module for path, module in found.items() if not _crosses(path, module)})
