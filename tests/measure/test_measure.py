@@ -135,7 +135,7 @@ def test_batches_may_be_tuples_mappings_or_a_stream(model: ViT, images: torch.Te
         ({"batches": []}, "no batches"),
         ({"batches": ["text"]}, "not str"),
         ({"batches": [torch.randn(2, 1, 9, 9)], "tap": ["block", "attention"]}, r"images \(2, 1, 9, 9\)"),
-        ({"batches": torch.zeros(2, 1, 8, 8)}, r"a tensor \(2, 1, 8, 8\), which is one batch: write \[batch\]"),
+        ({"batches": torch.zeros(2, 1, 8, 8)}, r"a Tensor in place of batches: write \[batch\]"),
         ({"model": small_vit(depth=1), "metrics": "attention_cosine"}, "nothing was read: .* needs two layers"),
     ],
 )

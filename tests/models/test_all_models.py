@@ -134,7 +134,7 @@ def test_a_model_comes_back_from_its_file_and_its_configuration(kind, mitigation
         ("vit", {"mitigation": "neutron"}, "unknown mitigation 'neutron'"),
         ("vit", {"norm": "sandwich"}, "unknown norm 'sandwich'; known: pre, post"),
         ("vit", {"stream": "autocast", "norm": "post"}, "give float32 tokens"),
-        ("language", {"cutoffs": (20_000, 40_000)}, r"stay below the vocabulary of 23: \(\) is a plain"),
+        ("language", {"cutoffs": (20_000, 40_000)}, r"to below 23: \(\) is a plain"),
         ("language", {"cutoffs": (9, 5)}, "must grow"),
         ("language", {"dim": 9}, "dim 9 must be even"),
         ("language", {"hidden": 0}, "hidden must be at least 1"),

@@ -135,14 +135,12 @@ class Monitor:
 
     def _start(self, trained: nn.Module, step: int) -> None:
         if not any(module is self.model for module in trained.modules()):
-            kinds = f"a {type(self.model).__name__} that is not part of the {type(trained).__name__} being trained"
-            raise AcutanceError(f"the monitor watches {kinds}: give both the same object")
+            raise AcutanceError(f"{type(trained).__name__} lacks the monitor's model: give both the same object")
         self.record(step)
 
     def _current(self) -> int:
         if self._step is None and self.history:  # they are from the file
-            held = f"the file holds steps up to {max(self.history)} from an earlier run"
-            raise AcutanceError(f"{held}: go on with monitor.step(step), the steps taken, or name another file")
+            raise AcutanceError(f"the file has steps up to {max(self.history)}: use monitor.step(step) or another file")
         return self._step or 0
 
     def _read(self, step: int) -> Profile:
@@ -153,8 +151,7 @@ class Monitor:
         # Uncached: older versions of torch would go on to train with weights that were cast here, without gradients
         # (https://github.com/pytorch/pytorch/issues/112583).
         kind, low = weights.device.type, self._autocast
-        autocast = torch.autocast(kind, low, enabled=low is not None, cache_enabled=False)
-        with own_randomness(), autocast:
+        with own_randomness(), torch.autocast(kind, low, enabled=low is not None, cache_enabled=False):
             profile = measure(self.model, [probe], progress=False, **self._options)
         return Profile(profile.readings, {**profile.context, "seed": seed, "step": step})
 

@@ -186,16 +186,13 @@ class MetricReader(Visitor):
         """Mean and standard deviation over samples, by tap as asked for and by depth; of all processes together."""
         while self.pending:
             self.take_in(*self.pending.popleft().received())
-        parts: dict[Key, list[Moments]] = {}
-        for moments in processes.gather(self.moments) if across_processes else [self.moments]:
-            for key, batches in moments.items():
-                parts.setdefault(key, []).extend(batches)
-        if not parts:
+        found = processes.gather(self.moments) if across_processes else [self.moments]
+        if not any(found):
             masked = "no sample has a token that counts: masks and prefix='out' leave none"
             raise AcutanceError(masked if self.out.read else "measure got no batches: pass at least one")
         taps = [*self.taps, MATRIX]
-        ordered = sorted(parts, key=lambda key: (taps.index(key[0]), key[1], self.names.index(key[2])))
-        return tuple(MetricValue(*key, *pooled(parts[key])) for key in ordered)
+        keys = sorted(set().union(*found), key=lambda key: (taps.index(key[0]), key[1], self.names.index(key[2])))
+        return tuple(MetricValue(*key, *pooled([part for own in found for part in own.get(key, ())])) for key in keys)
 
     def describe_prefix(self, model: nn.Module, part: str | None) -> str:
         """Which special tokens were in or out of the metrics, told from the last batch."""

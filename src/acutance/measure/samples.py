@@ -197,8 +197,7 @@ class TokenLayout:
 def refuse_single(batches: object) -> None:
     """Refuse a batch in place of batches: its rows or names would be read as batches."""
     if isinstance(batches, (Tensor, Mapping)):
-        what = f"a tensor {tuple(batches.shape)}" if isinstance(batches, Tensor) else f"a {type(batches).__name__}"
-        raise AcutanceError(f"batches is {what}, which is one batch: write [batch], or pass a DataLoader")
+        raise AcutanceError(f"a {type(batches).__name__} in place of batches: write [batch], or pass a DataLoader")
 
 
 def fed_of(batch: Any) -> Fed:

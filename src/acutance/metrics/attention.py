@@ -5,7 +5,6 @@ exist one block of rows at a time: memory stays linear in the number of tokens.
 """
 
 from collections.abc import Iterator
-from functools import partial
 from math import inf
 
 import torch
@@ -35,7 +34,13 @@ def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tenso
         q, k = KERNELS[A.kernel].channels(A.q, A.k)
         plain = AttentionOperator(q, k - k.mean(-2, keepdim=True), mask=A.mask, causal=A.causal, scale=A.scale)
     tiles = Tiles(plain)
-    rows = tiles.stack(partial(_row_entropies, tiles))
+
+    def row_sums(rows: slice) -> Tensor:  # −Σ_j A_ij log A_ij and Σ_j A_ij
+        weights = tiles.weights(rows)
+        entropies = torch.special.entr(weights.masked_fill(weights == 0, 1))  # 0 log 0 = 0, gradient included
+        return torch.stack([entropies.sum(-1), weights.sum(-1)], dim=-1)
+
+    rows = tiles.stack(row_sums)
     entropy, sees_keys = rows[..., 0].clamp_min(0), rows[..., 1] != 0
     if A.sink is not None:
         # h(r) + r H for a row that gives r to the keys, with entropy H among them, and 1 − r to the sink.
@@ -85,10 +90,3 @@ def _counted(A: AttentionOperator, valid: Tensor) -> Iterator[Tensor]:
     for rows, weights in A.tiles():
         counted = weights.masked_fill(~valid[..., rows, :], 0)
         yield counted if largest is None else ratio(counted, largest)
-
-
-def _row_entropies(tiles: Tiles, rows: slice) -> Tensor:
-    """−Σ_j A_ij log A_ij and Σ_j A_ij of some rows (batch, heads, rows, 2)."""
-    weights = tiles.weights(rows)
-    entropies = torch.special.entr(weights.masked_fill(weights == 0, 1))  # 0 log 0 = 0, gradient included
-    return torch.stack([entropies.sum(-1), weights.sum(-1)], dim=-1)

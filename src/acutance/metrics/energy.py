@@ -6,7 +6,6 @@ rows; which keys a row may see is the operator's own mask. Nothing here forms th
 """
 
 import math
-from functools import partial
 from math import inf
 
 import torch
@@ -45,7 +44,16 @@ def log_nonlocal_energy_raw(A: AttentionOperator, u: Tensor, mask: Tensor | None
     """
     A, u = _matched(A, u)
     tiles = Tiles(A)
-    logs = tiles.stack(partial(_log_row_energies, tiles, u), u)
+
+    def log_sums(rows: slice) -> Tensor:  # log Σ_j k_ij ‖u_i − u_j‖²
+        log_kernel, dead, top = tiles.log_weights(rows)
+        others = u[..., : log_kernel.size(-1), :]  # a causal block leaves out the keys none of its rows may see
+        squares = torch.cdist(u[..., rows, :], others, compute_mode="donot_use_mm_for_euclid_dist").square()
+        differ = squares != 0 if dead is None else (squares != 0) & ~dead
+        logs = log_kernel + top + torch.where(differ, squares, 1).log()
+        return safe_logsumexp(logs.masked_fill(~differ, -torch.inf))
+
+    logs = tiles.stack(log_sums, u)
     return safe_logsumexp(logs.masked_fill(~valid_positions(mask, A.q, heads=True), -torch.inf)) - math.log(2)
 
 
@@ -95,16 +103,6 @@ def _check_fits(A: AttentionOperator, x: Tensor) -> None:
         raise ShapeError(f"{queries} queries and {keys} keys: cross-attention and cached generation have no energy")
     if x.ndim != 4 or x.shape[:1] + x.shape[2:3] != (batch, keys) or x.shape[1] not in (heads, A.key_heads):
         raise ShapeError(f"tokens {tuple(x.shape)} do not fit A {A.shape}: give ({batch}, {heads}, {keys}, any)")
-
-
-def _log_row_energies(tiles: Tiles, u: Tensor, rows: slice) -> Tensor:
-    """log Σ_j k_ij ‖u_i − u_j‖² for some rows."""
-    log_kernel, dead, top = tiles.log_weights(rows)
-    others = u[..., : log_kernel.size(-1), :]  # a causal block leaves out the keys none of its rows may see
-    squares = torch.cdist(u[..., rows, :], others, compute_mode="donot_use_mm_for_euclid_dist").square()
-    differ = squares != 0 if dead is None else (squares != 0) & ~dead
-    logs = log_kernel + top + torch.where(differ, squares, 1).log()
-    return safe_logsumexp(logs.masked_fill(~differ, -torch.inf))
 
 
 def _gradient_direction(A: AttentionOperator, v: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,8 +42,7 @@ class LanguageConfig(ModelConfig):
         if self.dim % 2:
             raise AcutanceError(f"dim {self.dim} must be even: positions are pairs of a sine and a cosine")
         if any(low >= high for low, high in pairwise((0, *self.cutoffs, self.vocabulary))):
-            words = f"must grow and stay below the vocabulary of {self.vocabulary}"
-            raise AcutanceError(f"cutoffs {self.cutoffs} {words}: () is a plain softmax")
+            raise AcutanceError(f"cutoffs {self.cutoffs} must grow to below {self.vocabulary}: () is a plain softmax")
 
 
 class LanguageModel(BlockStack):
