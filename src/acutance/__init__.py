@@ -4,8 +4,8 @@ Three verbs: `measure` says how smooth a model is, layer by layer; `explain` say
 per layer; `mitigate` changes it, in place, and hands back what puts it back.
 """
 
-import importlib
 import sys
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -33,27 +33,21 @@ __all__ = [
     "measure", "metrics", "mitigate", "models", "save", "sites", "spectral_theory", "steer", "theory",
 ]  # fmt: skip
 
-_HOMES = {  # torch is imported when one of these is first used, not before
-    "attention.operator": "AttentionOperator",
-    "explain": "Spectrum explain",
-    "explain.steer": "fold",
-    "io": "load save",
-    "measure.maps": "attention_maps",
-    "measure.monitor": "Monitor",
-    "measure.profile": "Profile",
-    "mitigations": "AttnScale Eigen FeatScale Mitigation NeuTRENO",
-    "sites.mitigate": "mitigate",
-}
+_HOMES = [  # torch is imported when one of these is first used, not before
+    "attention.operator:AttentionOperator", "explain.steer:fold", "explain:Spectrum", "explain:explain", "io:load",
+    "io:save", "measure.maps:attention_maps", "measure.monitor:Monitor", "measure.profile:Profile",
+    "mitigations:AttnScale", "mitigations:Eigen", "mitigations:FeatScale", "mitigations:Mitigation",
+    "mitigations:NeuTRENO", "sites.mitigate:mitigate",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     value = None
     if name in __all__:  # all others are rooms, or modules that 0.1 had here
-        home = next((home for home, names in _HOMES.items() if name in names.split()), moved.MOVED.get(name, name))
-        module = importlib.import_module(f"acutance.{home}")
-        value = getattr(module, name, module)
+        home = next((home for home in _HOMES if home.endswith(f":{name}")), f"{moved.MOVED.get(name, name)}:")
+        value = resolve_name(f"acutance.{home}")
     elif name[:1].isupper():  # any other mitigation, of a new file too
-        known = importlib.import_module("acutance.mitigations").REGISTRY.values()
+        known = resolve_name("acutance.mitigations:REGISTRY").values()
         value = next((cls for cls in known if cls.__name__ == name), None)
     if value is None:
         raise AttributeError(moved.message(f"acutance.{name}") or f"module 'acutance' has no attribute {name!r}")

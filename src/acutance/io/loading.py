@@ -212,8 +212,7 @@ def _loading(name: str, repository: str | None) -> Iterator[None]:
             silence = error
     with ExitStack() as stack:
         # Its environment variable is read at import only.
-        offline = constants.HF_HUB_OFFLINE or silence is not None
-        stack.enter_context(patch.object(constants, "HF_HUB_OFFLINE", offline))
+        stack.enter_context(patch.object(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or silence is not None))
         if (log := sys.modules.get("transformers.utils.logging")) is not None:
             stack.callback(log.set_verbosity, log.get_verbosity())
             log.set_verbosity_error()

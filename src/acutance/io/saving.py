@@ -133,8 +133,7 @@ def load_checkpoint(model: BlockStack | Segmenter, source: PathLike | Mapping[st
 
 def _refuse_misfit(label: str, given: Mapping[str, tuple[int, ...]], model: nn.Module) -> None:
     own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    both = sorted(own.keys() & given.keys())
-    sizes = [f"{name} {given[name]} for {own[name]}" for name in both if given[name] != own[name]]
+    sizes = [f"{name} {given[name]} for {size}" for name, size in sorted(own.items()) if given.get(name, size) != size]
     missing, unexpected = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
     problems = {"missing": missing, "unexpected": unexpected, "of another size": sizes}
     if found := "; ".join(f"{kind}: {listed(names)}" for kind, names in problems.items() if names):

@@ -131,9 +131,8 @@ def spectrum_charts(layers: Layers) -> dict[str, tuple[str, Any]]:
         return charts
     data = [{"layer": row.layer} | row.percent() for row in layers]
     data = [{name: x if math.isfinite(x) else None for name, x in row.items()} for row in data]  # NaN: % of nothing
-    x = alt.X("layer:O", title="layer", axis=alt.Axis(labelAngle=0))
     y = alt.Y("percent:Q", title="% of samples and heads", scale=alt.Scale(domain=[0, 100]))
-    base = alt.Chart(alt.Data(values=data)).encode(x=x)
+    base = alt.Chart(alt.Data(values=data)).encode(x=alt.X("layer:O", title="layer", axis=alt.Axis(labelAngle=0)))
     bars = base.transform_fold(list(COLOURS), as_=["side", "percent"]).mark_bar().encode(y=y, color=side)
     shown = [name for name in layers[0].percent() if name not in COLOURS]
     tooltip = [alt.Tooltip(f"{name}:Q", title=f"{name}, %", format=".1f") for name in shown]

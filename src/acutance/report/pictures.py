@@ -53,8 +53,7 @@ def plot_steps(history: Mapping[int, Result], title: str = "") -> Figure:
 
 def plot_attention(maps: Mapping[int, NDArray[Any]]) -> Figure:
     """Attention maps as in Fig. 4 of arXiv 2312.00751: a row per layer, a column per head."""
-    heads = max(len(layer) for layer in maps.values())
-    figure, axes = blank_figure(len(maps), heads, width=2.3, height=2.3)
+    figure, axes = blank_figure(len(maps), max(map(len, maps.values())), width=2.3, height=2.3)
     for row, (layer, per_head) in zip(axes, maps.items(), strict=True):
         for head, axis in enumerate(row):
             axis.set_axis_off()
