@@ -87,7 +87,6 @@ class NamedSite(PatchedSite):
 
     @cached_property
     def surroundings(self) -> Surroundings:
-        """What the block does around its attention."""
         return discover(self.block, self.attention, self._found[0].output, self.dim)
 
     @cached_property

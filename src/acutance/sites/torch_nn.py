@@ -70,8 +70,7 @@ class MultiheadSite(NamedSite):
 
     def route(self) -> None:
         """Intercepted: hooks on the block switch off its fast path, whoever intercepts switches off the attention's."""
-        attention = self.attention
-        if attention.bias_k is not None or attention.add_zero_attn:
+        if self.attention.bias_k is not None or self.attention.add_zero_attn:
             raise AcutanceError(
                 f"{self.name} attends to a key that is no token (add_bias_kv or add_zero_attn). {TOKENS_REMAIN}"
             )

@@ -75,21 +75,19 @@ def take_over_sdpa() -> None:
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    own: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def sdpa_attention_forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
         site: Any = module.__dict__.get(SITE)
         if not getattr(site, "interface", False) or not site.is_active or site.stack.passes.current() is None:
-            answer: tuple[Tensor, Tensor | None] = own(module, query, key, value, attention_mask, **options)
-            return answer
+            return own(module, query, key, value, attention_mask, **options)
 
         def product(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
             given = mask if bias is None else with_bias(causal_mask(query, key) if about["causal"] else mask, bias)
             asked, keys = query if other_q is None else other_q, key if other_k is None else other_k
-            out: Tensor = own(module, asked, keys, values, given, **options)[0]
-            return out.transpose(1, 2)
+            return own(module, asked, keys, values, given, **options)[0].transpose(1, 2)
 
         mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
         causal, position = options.get("is_causal"), options.get("position_bias")
