@@ -1,7 +1,4 @@
-"""Runs `acutance` commands in processes forked from one that has already imported their modules.
-
-Importing takes longer than most commands.
-"""
+"""Runs `acutance` commands in processes forked from one that has imported their modules: most take less time."""
 
 import faulthandler
 import multiprocessing

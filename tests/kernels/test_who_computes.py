@@ -1,7 +1,4 @@
-"""Who computes: what the kernels are asked for, what is left to PyTorch, and who looks on; launching again.
-
-Needs neither a GPU nor Triton.
-"""
+"""What the kernels are asked for and what is left to PyTorch; seen without a GPU or Triton."""
 
 import subprocess
 import sys

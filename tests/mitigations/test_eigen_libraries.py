@@ -1,8 +1,4 @@
-"""Eigen in everybody's models: H = V Λ Vᵀ written out in float64, functions and gradients of all parameters.
-
-tests/parity has compilation, checkpointing and several processes, tests/fuzz has every basis and threads; here are
-layouts of the weights, and what becomes of a model.
-"""
+"""Eigen in everybody's models against H = V Λ Vᵀ in float64: layouts of the weights, and what becomes of a model."""
 
 import copy
 import pickle

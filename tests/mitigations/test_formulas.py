@@ -1,7 +1,4 @@
-"""Mitigations against their papers' formulas, written out with explicit matrices.
-
-NeuTRENO and FeatScale, and combinations in their order, are in tests/parity and tests/fuzz.
-"""
+"""Mitigations against their papers' formulas; NeuTRENO, FeatScale and combinations are in tests/parity."""
 
 import pytest
 import torch

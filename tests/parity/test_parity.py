@@ -1,7 +1,4 @@
-"""The matrix of every library but timm, whose tests have an environment of their own.
-
-docs/parity.md has the commands that write the evidence of all cells, and its tables.
-"""
+"""The matrix of every library but timm; docs/parity.md has the commands that write the evidence of all cells."""
 
 from parity_matrix import MatrixChecks
 

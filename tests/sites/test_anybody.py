@@ -1,7 +1,4 @@
-"""Models of no known library: hand-written attention in its usual forms, by interception.
-
-And what a forward pass of any model is: it belongs to its thread, and nothing of it outlives it.
-"""
+"""Models of no known library: hand-written attention in its usual forms, by interception."""
 
 import copy
 import gc

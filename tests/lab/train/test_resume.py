@@ -1,7 +1,4 @@
-"""2N steps straight are N steps, death, N steps: bit for bit. What would make another run is refused.
-
-Of initial weights, what they were trained with is compared, said and recorded; what cannot be meant is refused.
-"""
+"""2N steps straight are N steps, death, N steps: bit for bit. What would make another run is refused."""
 
 import json
 import os
