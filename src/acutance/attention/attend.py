@@ -44,9 +44,8 @@ def finish(y: Tensor, call: AttentionCall, mitigation: Hooks, observer: Observer
 def _in_one_kernel(call: AttentionCall, mitigation: Hooks) -> tuple[Tensor, Tensor] | None:
     """`attend` by one kernel; None where no kernel takes this call."""
     qkv, heads = call.packed, call.v.shape[1]
-    if qkv is None or call.dropout > 0 or call.sink is not None or call.kernel != "softmax":
-        return None
-    if not packed.is_available(qkv, heads):
+    is_plain = call.dropout == 0 and call.sink is None and call.kernel == "softmax"
+    if qkv is None or not is_plain or not packed.is_available(qkv, heads):
         return None
     program = NOTHING if mitigation is None else mitigation.program(NOTHING, call)
     if program is None:

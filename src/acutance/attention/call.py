@@ -54,8 +54,7 @@ class AttentionCall:
     def v0(self) -> Tensor | None:
         """The first layer's values, like v; None in the first layer, whose own they are."""
         if self.first is MISSING:
-            advice = 'a mitigation that looks at call.v0 says so: requires = ("first_values",)'
-            raise AcutanceError(f"{self.name}: the first layer's values are not known here; {advice}")
+            raise AcutanceError(f'{self.name}: call.v0 is unknown: a mitigation asks by requires = ("first_values",)')
         return self.first  # type: ignore[no-any-return]
 
     def own(self, values: Tensor, q: Any = None, k: Any = None, bias: Any = None) -> Tensor:
@@ -85,8 +84,7 @@ class AttentionCall:
                 assert self.logits is not None, "a written softmax has its logits"
                 self.operator = AttentionOperator.from_logits(self.logits, self.sink, self.v.shape[1])
             else:
-                options: dict[str, Any] = {name: getattr(self, name) for name in OPTIONS}
-                self.operator = AttentionOperator(self.q, self.k, **options)
+                self.operator = AttentionOperator(self.q, self.k, **{name: getattr(self, name) for name in OPTIONS})
         return self.operator
 
     def rows(self, values: Tensor, u: Tensor) -> Tensor:
@@ -117,18 +115,12 @@ class AttentionCall:
         """U w: the mean of the values that each query can see; one row where all see the same."""
         if self.q is not None and self.mask is None and not self.causal:
             return repeat_heads(w, self.q.shape[1]).mean(dim=-2, keepdim=True)
-        A = self.A
-        zeros = (torch.zeros_like(x[..., :1]) for x in (A.q, A.k))  # all logits alike
-        return AttentionOperator(*zeros, mask=self.visible(), causal=self.causal).apply(repeat_heads(w, A.heads))
+        zeros = (torch.zeros_like(x[..., :1]) for x in (self.A.q, self.A.k))  # all logits alike
+        return AttentionOperator(*zeros, mask=self.visible(), causal=self.causal).apply(repeat_heads(w, self.A.heads))
 
     def refuse_hidden(self, mitigation: Any) -> None:
         """Refuse a mean over all tokens where some of them are hidden from others."""
-        hides = self.causal
-        if not hides and (self.mask is not None or self.q is None):
-            visible = self.visible()
-            hides = visible is not None and (torch.compiler.is_compiling() or not bool(visible.all()))
-        if hides:
-            hidden = "a mask hides some of them (padding, another document, the future)"
-            advice = "use it on batches without padding, uncompiled if there is a mask all the same"
-            what = f"{mitigation.spec} averages over all tokens"
-            raise AcutanceError(f"{what}, but {hidden}: {advice}; attnscale knows masks")
+        visible = None if self.causal or (self.mask is None and self.q is not None) else self.visible()
+        if self.causal or (visible is not None and (torch.compiler.is_compiling() or not bool(visible.all()))):
+            why = "a mask hides some (padding, the future): give batches without padding, uncompiled if there is a mask"
+            raise AcutanceError(f"{mitigation.spec} averages over all tokens, but {why}; attnscale knows masks")

@@ -58,8 +58,7 @@ class AttentionOperator:
             if not x.is_floating_point():
                 raise AcutanceError(f"{name} is {x.dtype}; queries and keys are floating point, give {name}.float()")
         if q.size(0) != k.size(0) or q.size(-1) != k.size(-1) or q.size(1) % k.size(1):
-            words = "q and k differ in batch or width, or the heads of q are no multiple of those of k"
-            raise ShapeError(f"{words}: {both}")
+            raise ShapeError(f"q and k differ in batch or width, or q's heads are no multiple of k's: {both}")
         _check_devices(q, k=k, mask=self.mask, sink=sink)
         if kernel not in KERNELS:
             raise AcutanceError(f"unknown kernel {kernel!r}; the known ones are {', '.join(sorted(KERNELS))}")
@@ -167,8 +166,7 @@ class AttentionOperator:
     def require_row_sums_of_one(self, what: str) -> None:
         """Refuse what is only defined for rows that sum to one."""
         if self.sink is not None:
-            advice = "use A.without_sink() for the attention among the tokens alone"
-            raise AcutanceError(f"{what} needs rows that sum to one, but this attention has a sink; {advice}")
+            raise AcutanceError(f"{what} needs rows that sum to one, and this A has a sink; use A.without_sink()")
 
     def dense(self) -> Tensor:
         """The whole matrix (batch, heads, queries, keys): for tests and few tokens."""
@@ -219,8 +217,7 @@ class AttentionOperator:
     def symmetrised(self) -> "AttentionOperator":
         """The operator with q := k and everything else the same."""
         if not self.has_keys:
-            why = "but this model wrote its softmax out, and only its logits are known"
-            raise AcutanceError(f"the symmetric kernel needs the keys, {why}: use metrics that need A alone")
+            raise AcutanceError("the symmetric kernel needs the keys; with logits alone, use metrics that need A alone")
         k = repeat_heads(self.k, self.heads)
         return self.replace(q=k, k=k, kernel="symmetric" if self.kernel == "softmax" else self.kernel)
 
@@ -249,9 +246,8 @@ class AttentionOperator:
 
     def _check_operand(self, name: str, x: Tensor, *, tokens: int, heads: set[int]) -> None:
         if x.ndim != 4 or x.size(0) != self.shape[0] or x.size(1) not in heads or x.size(-2) != tokens:
-            expected = f"({self.shape[0]}, {' or '.join(map(str, sorted(heads)))}, {tokens}, any)"
-            wanted = f"expected (batch, heads, tokens, channels) = {expected}"
-            raise ShapeError(f"{name} {tuple(x.shape)} does not fit A {self.shape}: {wanted}")
+            wanted = f"({self.shape[0]}, {' or '.join(map(str, sorted(heads)))}, {tokens}, any)"
+            raise ShapeError(f"{name} {tuple(x.shape)} does not fit A {self.shape}: expected (B, H, N, C) = {wanted}")
         _check_devices(self.q, **{name: x})
 
 

@@ -293,9 +293,8 @@ def fused_transpose(A: AttentionOperator, y: Tensor) -> Tensor:
 
 
 def _sdpa(A: AttentionOperator, q: Tensor, k: Tensor, x: Tensor, dropout: float) -> Tensor:
-    heads, mask, dead, causal = A.heads, A.mask4, None, A.causal
-    if A.shape[-2] == 1:  # it sees all keys; an `and` with a traced size would be no bool
-        causal = False
+    heads, mask, dead = A.heads, A.mask4, None
+    causal = False if A.shape[-2] == 1 else A.causal  # one query sees all keys; `and` with a traced size is no bool
     # Grouped heads: of the linear-memory back-ends only flash on CUDA knows them in every version of PyTorch (older
     # CPU ones fall back to the whole matrix), and it knows neither masks nor float32. Elsewhere, repeat the heads.
     knows_groups = q.device.type == "cuda" and mask is None and q.dtype != torch.float32

@@ -20,9 +20,7 @@ MOST_ERROR = 1e-6  # of a stationary distribution
 BLOCK = 8  # a fused product costs the same for a few vectors as for one, and only a block finds repeated eigenvalues
 LARGEST_SPACE = 512
 MOST_VALUES = LARGEST_SPACE // 4  # more would not converge in the largest space
-NOT_ONE = (
-    "attention this sharp mixes too slowly, or the mask leaves a seen token no keys, or cuts the tokens into parts"
-)
+NOT_ONE = "attention mixes too slowly, or the mask leaves a seen token no keys, or cuts the tokens into parts"
 
 Multiply = Callable[[Tensor], Tensor]
 Select = Callable[[Tensor], Tensor]  # Ritz values (..., m) -> indices (..., k) of the wanted ones
@@ -42,8 +40,7 @@ def selected(A: AttentionOperator, select: Select, count: int) -> Ritz:
         # Where rows sum to one, μ = 1 is known from the first product.
         return arnoldi(lambda x: scale * plain.apply(x), _start(A), select, count, tolerance_of(A))
     elif tokens > LARGEST_DENSE_TOKENS:
-        advice = f"pass k <= {MOST_VALUES} for the k largest (all of them up to {LARGEST_DENSE_TOKENS} tokens)"
-        raise AcutanceError(f"{count} eigenvalues would need the {tokens} × {tokens} matrix; {advice}")
+        raise AcutanceError(f"{count} eigenvalues would need the {tokens} × {tokens} matrix; pass k <= {MOST_VALUES}")
     elif A.is_reversible:
         # A = k_ij / d_i with k symmetric has the real spectrum of the symmetric k_ij / √(d_i d_j) = √(A_ij A_ji).
         entries = require_finite(A.dense(), "A")
@@ -64,9 +61,8 @@ def eigenvalues(A: AttentionOperator, select: Select, count: int) -> Tensor:
     """The selected eigenvalues, with a warning where they have not converged."""
     found = selected(A, select, count)
     if not (error := float(found.residuals.max())) <= (tolerance := tolerance_of(A)):
-        where = f"not converged in a Krylov space of {found.size} vectors: the largest residual ‖Az − μz‖"
-        message = f"is {error:.1e}, wanted {tolerance:.1e}; the largest ones are good, ask for fewer"
-        warn(f"eigenvalues {where} {message}", stacklevel=5)
+        what = f"eigenvalues not converged in {found.size} vectors: the largest residual ‖Az − μz‖ is {error:.1e}"
+        warn(f"{what}, wanted {tolerance:.1e}; the largest ones are good, ask for fewer", stacklevel=5)
     return found.values
 
 
