@@ -233,9 +233,9 @@ class Combined(Mitigation):
         return "+".join(part.spec for part in self.parts)
 
 
-def parts_of(mitigation: Mitigation) -> list[Mitigation]:
-    """The parts of a combination, or the mitigation itself."""
-    return list(mitigation.parts) if isinstance(mitigation, Combined) else [mitigation]
+def parts_of(mitigation: Mitigation | None) -> list[Mitigation]:
+    """The parts of a combination, or the mitigation itself; none of None."""
+    return list(mitigation.parts) if isinstance(mitigation, Combined) else [] if mitigation is None else [mitigation]
 
 
 def _kinds(hint: Any) -> list[Any]:
@@ -251,8 +251,7 @@ def parse(spec: str) -> Mitigation:
     if "+" in spec:
         return Combined(map(parse, spec.split("+")))
     name, _, arguments = spec.strip().partition(":")
-    cls = REGISTRY.get(name.lower())
-    if cls is None:
+    if (cls := REGISTRY.get(name.lower())) is None:
         known = ", ".join(sorted(REGISTRY))
         raise AcutanceError(f"unknown mitigation {name!r}; known: {known}; write it like {EXAMPLE}")
     names, options = list(cls.options()), dict[str, Any]()

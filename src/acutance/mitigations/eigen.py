@@ -190,8 +190,7 @@ def weights_together(mitigations: Sequence[Mitigation | None]) -> list[Weights |
 
 def eigen_of(mitigation: Mitigation | None) -> Eigen | None:
     """The Eigen that a mitigation is, or has as a part."""
-    parts = [] if mitigation is None else parts_of(mitigation)
-    return next((part for part in parts if isinstance(part, Eigen)), None)
+    return next((part for part in parts_of(mitigation) if isinstance(part, Eigen)), None)
 
 
 def _weights_of(layers: Sequence[Eigen]) -> list[Weights]:

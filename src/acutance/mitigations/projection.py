@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 
 from acutance.errors import TOKENS_REMAIN, AcutanceError, NoSitesError
 
+MERGE = "merge an adapter into the layer it is around (with peft, merge_and_unload())"
 Rows = slice | Tensor | None  # None: all
 
 
@@ -44,13 +45,12 @@ class Projection:
         whole = _adapted(self.module) if self.is_adapted else _stored(self.module, self.weight)
         return whole if self.rows is None else whole[self.rows]
 
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         """The shape (out, in) of all rows, without making an adapter's matrix."""
         if self.is_adapted:
             zero = _zero_for(self.module)
             return _through(self.module, zero).shape[1], zero.shape[1]
-        rows, columns = _stored(self.module, self.weight).shape
-        return rows, columns
+        return _stored(self.module, self.weight).shape
 
     def offset(self) -> Tensor | None:
         """The bias, (rows,); None where there is none."""
@@ -64,8 +64,7 @@ class Projection:
         if self._made() is not None:
             raise AcutanceError("another mitigation makes W_V and W_proj already: choose one of the two")
         if self.is_adapted:
-            advice = "merge an adapter into the layer first (with peft, merge_and_unload())"
-            raise AcutanceError(f"a projection is a {kind}, which does more than multiply by its weight: {advice}")
+            raise AcutanceError(f"a projection is a {kind}, which does more than multiply by its weight: {MERGE}")
         if not isinstance(self.module._parameters.get(self.weight), nn.Parameter):
             raise AcutanceError(f"{self.weight} of a {kind} is not a parameter: remove what parametrises it first")
 
@@ -195,10 +194,8 @@ def weight_with(module: Any, rows: Tensor) -> Tensor:
 
 def _refuse_pickling(module: nn.Module) -> Any:
     """Replaces torch's refusal, which does not name our verbs."""
-    raise AcutanceError(
-        f"a {type(module).__bases__[0].__name__} whose weight a mitigation makes cannot be pickled: save the model "
-        "with acutance.save, or pickle acutance.fold(model), which has plain weights"
-    )
+    kind = type(module).__bases__[0].__name__
+    raise AcutanceError(f"a mitigation makes a {kind}'s weight: use acutance.save, or pickle acutance.fold(model)")
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -251,5 +248,5 @@ def _through(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _refusal(module: nn.Module, reason: str) -> NoSitesError:
-    advice = f"merge an adapter into the layer it is around (with peft, merge_and_unload()). {TOKENS_REMAIN}"
-    return NoSitesError(f"a projection is a {type(module).__name__}, and {reason}, so it has no matrix: {advice}")
+    kind = type(module).__name__
+    return NoSitesError(f"a projection is a {kind}, and {reason}, so it has no matrix: {MERGE}. {TOKENS_REMAIN}")

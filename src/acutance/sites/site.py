@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from acutance.attention.attend import Observer
 from acutance.errors import AcutanceError, NoSitesError
-from acutance.mitigations import LayerShape, Mitigation, UnknownShape
+from acutance.mitigations.base import LayerShape, Mitigation, UnknownShape
 from acutance.mitigations.projection import Projection, Projections
 from acutance.sites.structure import Layer, SpecialTokens, grid_as_tokens, tokens_by_name
 
