@@ -1,5 +1,7 @@
 """The packed kernels against the formula in float64; v⁰ and its gradient, gathered from the layers that share it."""
 
+from unittest.mock import Mock
+
 import kernel_cases
 import pytest
 import torch
@@ -137,15 +139,6 @@ def leaves(tensors, dtype=None):
     return [x.detach().to(dtype or x.dtype).requires_grad_() for x in tensors]
 
 
-def plainly(qkvs, strengths, shape, causal):
-    heads, kv_heads = shape[2:]
-    one, first = torch.ones(heads, device=DEVICE).double(), qkvs[0][..., -16 * kv_heads :]
-    return [
-        kernel_cases.plain(qkv, first, strength, one, 0 * one[:kv_heads], heads, kv_heads, 0.3, causal)
-        for qkv, strength in zip(qkvs, [0 * one, *strengths], strict=True)
-    ]
-
-
 def by_kernels(qkvs, strengths, shape, causal):
     heads, kv_heads = shape[2:]
     u, first = packed.first_attention(qkvs[0], heads, 0.3, causal, kv_heads=kv_heads)
@@ -160,8 +153,12 @@ def by_kernels(qkvs, strengths, shape, causal):
 def test_the_first_layer_gathers_from_all_later_ones(shape, options):
     dtype, causal = options.get("dtype", torch.float32), "causal" in options
     qkvs, strengths, grads = layers(shape, dtype)
-    exact = leaves(qkvs, torch.float64), leaves(strengths, torch.float64)
-    outputs = plainly(*exact, shape, causal)
+    exact, (heads, kv_heads) = (leaves(qkvs, torch.float64), leaves(strengths, torch.float64)), shape[2:]
+    one, first = torch.ones(heads, device=DEVICE).double(), exact[0][0][..., -16 * kv_heads :]
+    outputs = [
+        kernel_cases.plain(qkv, first, strength, one, 0 * one[:kv_heads], heads, kv_heads, 0.3, causal)
+        for qkv, strength in zip(exact[0], [0 * one, *exact[1]], strict=True)
+    ]
     expected = torch.autograd.grad(outputs, [*exact[0], *exact[1]], [g.double() for g in grads])
     ours = leaves(qkvs), leaves(strengths)
     found = torch.autograd.grad(by_kernels(*ours, shape, causal), [*ours[0], *ours[1]], grads)
@@ -200,16 +197,11 @@ def test_the_values_are_not_copied():
 
 def test_one_backward_pass_of_all_adds_what_later_layers_owe(monkeypatch):
     """Of all layers only the first is given something to add; and it is one tensor, the sum."""
-    owed = []
-    original = packed_operation.packed_attention_backward
-    monkeypatch.setattr(
-        packed_operation,
-        "packed_attention_backward",
-        lambda grad, later, *a: owed.append(later) or original(grad, later, *a),
-    )
+    backward = Mock(wraps=packed_operation.packed_attention_backward)
+    monkeypatch.setattr(packed_operation, "packed_attention_backward", backward)
     qkvs, _, grads = layers((1, 17, 2, 2))
     qkvs = leaves(qkvs)
     torch.autograd.backward(by_kernels(qkvs, [0.5, 0.25, 2.0], (1, 17, 2, 2), False), grads)
-    *later, first = owed
+    *later, first = (call.args[1] for call in backward.call_args_list)
     assert later == [None] * (LAYERS - 1)
     torch.testing.assert_close(first, 0.5 * grads[1] + 0.25 * grads[2] + 2.0 * grads[3])

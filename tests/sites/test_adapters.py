@@ -15,7 +15,7 @@ from acutance.errors import AcutanceError, NoSitesError
 from acutance.lab.studies import kernel_assumptions
 from acutance.mitigations.projection import Projection
 
-PROJECTIONS = ("proj", "c_attn", "query", "key", "value", "qkv")
+PROJECTIONS = ("proj", "c_attn", "query", "key", "value", "qkv", "attention.output.dense")
 
 
 class Lora(nn.Module):
@@ -67,9 +67,6 @@ def adapted(model, kind, names=PROJECTIONS):
     return model, merged
 
 
-NAMES = {"bert": ("self.query", "self.key", "self.value", "attention.output.dense")}
-
-
 def spectrum_of(layer):
     return np.sort(np.abs(layer.heads))
 
@@ -80,7 +77,7 @@ def test_adapters_count(name, kind):
         return vit() if name == "own" else hf_zoo.build(name)
 
     batch = images() if name == "own" else hf_zoo.batch(name, padded=False)
-    model, merged = adapted(build(), kind, NAMES.get(name, PROJECTIONS))
+    model, merged = adapted(build(), kind)
     ours, theirs, plain = (ac.explain(one, [batch], progress=False).layers for one in (model, merged, build()))
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(spectrum_of(one), spectrum_of(other), rtol=1e-6, atol=1e-9)

@@ -186,10 +186,6 @@ def test_attention_without_a_softmax_is_refused_and_its_tokens_are_read():
     assert len(ac.measure(model, [ids()], metrics=["token_cosine"], progress=False).readings) == DEPTH + 1
 
 
-def hides_its_attention(self, x):
-    return next(x + f(self.norm1(x)) for f in list(self.children())[1:])
-
-
 def test_a_norm_that_cannot_be_placed_is_not_known_rather_than_none():
     both = lambda self, x: x + joint(self, self.norm(x))  # noqa: E731, a block that is its own attention
     whole = [models.attention(run=both) for _ in range(DEPTH)]
@@ -197,7 +193,8 @@ def test_a_norm_that_cannot_be_placed_is_not_known_rather_than_none():
         one.norm = nn.LayerNorm(DIM)
     with pytest.raises(AcutanceError, match="is not known"):
         sites.find(nn.Sequential(*whole))[0].pre_norm()
-    hidden = [models.block(models.attention(), hides_its_attention) for _ in range(2)]
+    hides = lambda self, x: next(x + f(self.norm1(x)) for f in list(self.children())[1:])  # noqa: E731
+    hidden = [models.block(models.attention(), hides) for _ in range(2)]
     assert sites.find(nn.Sequential(*hidden))[0].pre_norm() is hidden[0].norm1
 
 

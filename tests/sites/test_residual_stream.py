@@ -5,6 +5,7 @@ import pytest
 import torch
 from tiny_models import Made, left_alone
 from torch import nn
+from torch.nn.functional import layer_norm
 
 import acutance as ac
 from acutance import metrics
@@ -62,10 +63,6 @@ def measured(model, *batches, **options):
     return ac.measure(model, batches, **{"metrics": ["token_cosine"], "progress": False, **options})
 
 
-def normed(x):
-    return nn.functional.layer_norm(x, x.shape[-1:])
-
-
 REFUSED = {
     "swapped": (
         *(Mixer, lambda model, x: one_after_another(model, x.transpose(0, 1))),
@@ -85,7 +82,7 @@ REFUSED = {
         r"what blocks\.0 gives, \(2, 10, 16\), is added to earlier tokens outside",
     ),
     "residual before a norm": (
-        *(branch, lambda model, x: one_after_another(model, x, lambda block, x: x + block(normed(x)))),
+        *(branch, lambda model, x: one_after_another(model, x, lambda block, x: x + block(layer_norm(x, (16,))))),
         r"what blocks\.1 gives, \(2, 10, 16\), is added to earlier tokens outside",
     ),
     "first of several": (
@@ -109,13 +106,9 @@ def merge(self, x):
     return self.linear(x.unflatten(1, (-1, 2)).flatten(2)) if x.shape[1] % 2 == 0 else x
 
 
-def positions(self, x):
-    """By a convolution between the blocks, as in Twins."""
-    return x + self.conv(x.transpose(1, 2)).transpose(1, 2)
-
-
 BETWEEN = [
-    *(None, nn.LayerNorm(16), Made(positions, conv=nn.Conv1d(16, 16, 3, padding=1))),
+    *(None, nn.LayerNorm(16)),
+    Made(lambda self, x: x + self.conv(x.mT).mT, conv=nn.Conv1d(16, 16, 3, padding=1)),  # positions, as in Twins
     Made(merge, norm=nn.LayerNorm(16), linear=nn.Linear(32, 16)),
 ]
 

@@ -1,3 +1,4 @@
+import copy
 import math
 import os
 
@@ -91,12 +92,10 @@ def test_the_mean_follows_its_formula_and_swapping_leaves_no_trace():
     torch.testing.assert_close(ema.mean["0.weight"].double(), expected, rtol=1e-6, atol=1e-6)
     assert ema.mean["1.running_mean"].mean() < model[1].running_mean.mean()
     assert "1.num_batches_tracked" not in ema.mean
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    mean = {name: value.clone() for name, value in ema.mean.items()}
+    before, mean = copy.deepcopy((model.state_dict(), ema.mean))
     with ema.swapped():
         assert torch.equal(model[0].weight, mean["0.weight"])
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(torch.equal(value, mean[name]) for name, value in ema.mean.items())
+    torch.testing.assert_close((model.state_dict(), ema.mean), (before, mean), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (2, 8, 24)])
