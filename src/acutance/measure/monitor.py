@@ -81,12 +81,12 @@ class Monitor:
         if tensorboard is not None:
             self._writers.append(_tensorboard_writer(tensorboard))
 
-    def step(self, step: int | None = None) -> None:
-        """Count an optimiser step, or give the number taken so far; read the model if a reading is due."""
+    def step(self, step: int | None = None, last: int | None = None) -> None:
+        """Count an optimiser step, or give the number taken so far; read the model if a reading is due or at `last`."""
         now = self._current() + 1 if step is None else step
         before = now - 1 if self._step is None or now < self._step else self._step
         self._step = now
-        if now // self.every > before // self.every:
+        if now // self.every > before // self.every or now == last:
             self.record()
 
     def record(self, step: int | None = None) -> None:
@@ -112,16 +112,11 @@ class Monitor:
 
     def for_trainer(self) -> Any:
         """A `TrainerCallback` for Hugging Face's Trainer: reads at the start, every so many steps, and at the end."""
-
-        def after_step(_args: Any, state: Any, _control: Any, **_: Any) -> None:
-            self.step(state.global_step)
-            if state.global_step >= state.max_steps:  # on_train_end may come after the best weights were restored
-                self.finish(state.global_step)
-
         return _callback(
             import_extra("transformers", "for_trainer needs: pip install 'acutance[hf]' accelerate").TrainerCallback,
             on_train_begin=lambda _args, state, _control, **given: self._start(given["model"], state.global_step),
-            on_step_end=after_step,
+            # The last step is read here: on_train_end may come after the best weights were restored.
+            on_step_end=lambda _args, state, _control, **_: self.step(state.global_step, last=state.max_steps),
         )
 
     def for_lightning(self) -> Any:
@@ -193,8 +188,7 @@ def _callback(base: type, **events: Callable[..., None]) -> Any:
 
 def _tensorboard_writer(target: "str | os.PathLike[str] | SummaryWriter") -> Callable[[int, Profile], None]:
     """Writes a scalar per metric, tap and layer, and charts of them; the first call opens the file."""
-    needed = "TensorBoard is not installed: pip install 'acutance[monitor]'"
-    kind = import_extra("torch.utils.tensorboard.writer", needed).SummaryWriter
+    kind = import_extra("torch.utils.tensorboard.writer", "TensorBoard: pip install 'acutance[monitor]'").SummaryWriter
     opened: list[SummaryWriter] = []
 
     def write(step: int, profile: Profile) -> None:

@@ -26,7 +26,7 @@ from acutance.measure.profile import MATRIX, MetricValue
 from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import EVERY, Batch, Visitor
 from acutance.metrics.kernels import token_sums
-from acutance.metrics.sums import FLAGS, FROM_ROWS, FROM_SUMS, Numbers, complain, finite_flags, from_rows
+from acutance.metrics.sums import FROM_ROWS, FROM_SUMS, Numbers, complain, finite_flags, from_rows
 from acutance.sites.patched import has_windows
 
 ATTENTION_COSINE = "attention_cosine"  # of a layer's attention with the layer before (Fig. 5 of arXiv 2312.00751)
@@ -76,9 +76,9 @@ class PendingValues:
         for (shape, names, sums), group in self.read.items():
             own, rest = np.split(rest, [len(group) * np.prod(shape, dtype=int)])
             own = own.reshape(len(group), *shape)
-            for place in np.flatnonzero(own[..., FLAGS.index("bad")].any(1)) if sums else ():
+            for place in np.flatnonzero(own[..., token_sums.FIELDS.index("bad")].any(1)) if sums else ():
                 tap, layer, _values = group[place]
-                complain(own[place, :, : len(FLAGS)], metric=f"{sums} at {tap}", layer=layer)
+                complain(own[place], metric=f"{sums} at {tap}", layer=layer)
             for name in names:
                 keys += [(tap, layer, name) for tap, layer, _values in group]
                 values = FROM_SUMS[name](own) if sums else own
@@ -159,10 +159,9 @@ class MetricReader(Visitor):
             self._read_sums(MATRIX, layer, self.attention_metrics, record.branch, mask)
         # One reduction gives both of these metrics; one alone has a faster way.
         rows = from_rows(record, mask) if set(FROM_ROWS) <= set(self.names) else {}
-        for name in self.attention_metrics:
-            if name != ATTENTION_COSINE:
-                values = rows[name] if name in rows else metric_room.ATTENTION_METRICS[name](record, mask)
-                self.out.add(MATRIX, layer, [name], values)
+        for name in [name for name in self.attention_metrics if name != ATTENTION_COSINE]:
+            values = rows[name] if name in rows else metric_room.ATTENTION_METRICS[name](record, mask)
+            self.out.add(MATRIX, layer, [name], values)
         if ATTENTION_COSINE in self.names:
             before, self.previous = self.previous, None if windows_move else record.A
             if before is not None and self.previous is not None and before.shape == self.previous.shape:  # one stage's

@@ -222,8 +222,7 @@ def _padding(batch: Mapping[str, Any], names: Sequence[str], rows: int, *, is_pa
         if not isinstance(mask, Tensor) or (names is IMAGE_PADDING and bool(mask.all())):
             continue
         if mask.ndim == 2 or (mask.ndim == 1 and marks_padding):  # one axis: a sample by itself
-            marked: Tensor = torch.atleast_2d(mask).bool()
-            return ~marked if marks_padding else marked
+            return torch.atleast_2d(mask).bool() ^ marks_padding  # type: ignore[no-any-return]
         if names is IMAGE_PADDING:
             raise ShapeError(f"{name} is {tuple(mask.shape)}, not (batch, tokens): measure images without padding")
         if mask.ndim > 2 and not marks_padding:

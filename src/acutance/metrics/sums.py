@@ -19,7 +19,6 @@ from acutance.metrics.kernels.token_sums import FIELDS
 
 Numbers = NDArray[np.float64]
 Array = TypeVar("Array", Tensor, Numbers)  # sums of many layers come to the CPU together, as `Numbers`
-FLAGS = FIELDS[:3]  # how many tokens count and how many of them are bad, and which is the first
 FROM_ROWS = ("nonlocal_energy", "attention_entropy")
 Metric = TypeVar("Metric", bound=Callable[..., Tensor])
 Direction = Literal["smoother", "sharper", "neither"]
@@ -164,15 +163,15 @@ def check_finite(tensor: Tensor, *, metric: str, layer: int | str, mask: Tensor 
 
 
 def finite_flags(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The `FLAGS` of tokens (..., tokens, channels), still on the device."""
+    """The first three `FIELDS` of tokens (..., tokens, channels), still on the device."""
     valid = valid_positions(mask, tokens)
     bad = valid & ~torch.isfinite(tokens).all(-1)
     return torch.stack([valid.sum(-1), bad.sum(-1), bad.int().argmax(-1)], -1).double()
 
 
 def complain(flags: Numbers, *, metric: str, layer: int | str) -> NoReturn:
-    """Raise `NonFiniteError` if some flags are bad."""
-    valid, bad, first = np.moveaxis(flags, -1, 0)
+    """Raise `NonFiniteError` for tokens whose first `FIELDS` say that some are bad."""
+    valid, bad, first = np.moveaxis(flags, -1, 0)[:3]
     leading = tuple(np.argwhere(bad)[0].tolist())
     place = [*leading, int(first[leading])]
     names = [*("sample", "head")[: len(leading)], "token"]

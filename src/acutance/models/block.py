@@ -180,11 +180,10 @@ class Block(nn.Module):
         self.drop_path2 = DropPath(drop_path)
 
     def forward(self, x: Tensor, v0: Tensor | None, weights: Weights | None = None) -> tuple[Tensor, Tensor]:
-        residual = x
-        y, first, call = self.attn(x if self.post_norm else self.norm1(x), v0, weights, residual)
-        x = x + self.drop_path1(self.ls1(y)).to(x.dtype)  # a float32 gain leaves the stream's dtype as it is
-        x = self.norm1(x) if self.post_norm else x
-        y = self.mlp(x if self.post_norm else self.norm2(x))
-        x = x + self.drop_path2(self.ls2(y)).to(x.dtype)
-        x = self.norm2(x) if self.post_norm else x
-        return x if call is None else self.attn.mitigation.stream(residual, x, call), first
+        y, first, call = self.attn(x if self.post_norm else self.norm1(x), v0, weights, x)
+        out = x + self.drop_path1(self.ls1(y)).to(x.dtype)  # a float32 gain leaves the stream's dtype as it is
+        out = self.norm1(out) if self.post_norm else out
+        y = self.mlp(out if self.post_norm else self.norm2(out))
+        out = out + self.drop_path2(self.ls2(y)).to(out.dtype)
+        out = self.norm2(out) if self.post_norm else out
+        return out if call is None else self.attn.mitigation.stream(x, out, call), first

@@ -39,8 +39,7 @@ class ReferenceModel(nn.Module):
         takes_layers = hasattr(self._config, "mitigation_layers")
         if len(set(specs.values())) > 1 or not (takes_layers or layers["mitigation_layers"] is None):
             raise AcutanceError(f"one configuration cannot say what differs between blocks: {specs}")
-        mitigation = next(iter(specs.values()), None)
-        return replace(self._config, mitigation=mitigation, **(layers if takes_layers else {}))
+        return replace(self._config, mitigation=next(iter(specs.values()), None), **(layers if takes_layers else {}))
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations (non-reentrant)."""
@@ -84,8 +83,7 @@ class BlockStack(ReferenceModel):
                 x, v0 = block(x, v0, weights)
             is_cut = not torch.compiler.is_compiling() and torch.is_grad_enabled() and not x.requires_grad
             if is_cut and any(parameter.requires_grad for parameter in block.parameters()):
-                advice = "use model.set_grad_checkpointing() or use_reentrant=False"
-                raise AcutanceError(f"a block to train gives no gradient, as in re-entrant checkpointing: {advice}")
+                raise AcutanceError("the block gets no gradient: use set_grad_checkpointing() or use_reentrant=False")
         return x
 
     def named_blocks(self) -> list[tuple[str, Block]]:
@@ -151,8 +149,7 @@ def resize_position_embedding(
     patches = pos_embed.shape[1] - prefix_tokens if pos_embed.ndim == 3 else -1
     side = math.isqrt(max(patches, 0))
     if side == 0 or side * side != patches:
-        shapes = f"{tuple(pos_embed.shape)} with {prefix_tokens} prefix tokens is not (1, prefix + side², dim)"
-        raise ShapeError(f"position embedding {shapes}: check class_token, distilled and registers")
+        raise ShapeError(f"pos_embed {tuple(pos_embed.shape)} is no square grid: see class_token, distilled, registers")
     if (side, side) == tuple(grid):
         return pos_embed
     prefix, image = pos_embed[:, :prefix_tokens], pos_embed[:, prefix_tokens:]
