@@ -123,10 +123,8 @@ class LayerReader(Visitor):
     def attend(self, layer: int, call: AttentionCall) -> None:
         check_finite(call.branch, metric="the attention branch", layer=self.layer.layer)
         if (call.A.shape[0], *call.A.shape[-2:]) != (len(self.tokens), *[self.tokens.shape[1]] * 2):
-            raise AcutanceError(
-                f"layer {self.layer.layer}: attention {call.A.shape} is over windows or merged tokens, not all "
-                f"{tuple(self.tokens.shape[:2])} (batch, tokens): explain the weights alone, explain(model)"
-            )
+            what = f"{call.A.shape} is over windows or merged tokens, not all {tuple(self.tokens.shape[:2])} tokens"
+            raise AcutanceError(f"layer {self.layer.layer}: attention {what}: explain weights alone, explain(model)")
         A = self.present.record(call).A
         _, self.valid = self.present.tokens(self.tokens)
         if self.valid is None and (visible := call.visible()) is not None:  # tokens that nobody sees are padding
@@ -156,11 +154,8 @@ class LayerReader(Visitor):
     def result(self) -> Dominance:
         """What was found so far; warns of eigenvalues of A that have not converged."""
         if self.mu_error > self.tolerance:
-            warn(
-                f"layer {self.layer.layer}: eigenvalues of A have not converged in a Krylov space, the largest "
-                f"residual is {self.mu_error:.1e}, wanted {self.tolerance:.1e}. A verdict within it is unknown. "
-                + EXACT_MU
-            )
+            what = f"residual is {self.mu_error:.1e}, wanted {self.tolerance:.1e}. A verdict within it is unknown"
+            warn(f"layer {self.layer.layer}: eigenvalues of A have not converged: the largest {what}. {EXACT_MU}")
         series = {name: torch.cat(parts).double().cpu().numpy() for name, parts in self.kept.items()}
         unknown = np.full(len(series["branch"]), math.nan)
         lean, undecided, rate = (series.get(name, unknown) for name in Families._fields)
@@ -209,8 +204,7 @@ def competing_eigenvalues(
     if is_mixed or (valid is not None and not valid.all()):
         valid = torch.ones(A.shape[0], A.shape[-1], dtype=torch.bool) if valid is None else valid
         alone = [competing_eigenvalues(_one_sample(A, sample, keep), points) for sample, keep in enumerate(valid)]
-        others, residuals = map(torch.cat, zip(*alone, strict=True))
-        return others, residuals
+        return torch.cat([others for others, _ in alone]), torch.cat([residuals for _, residuals in alone])
 
     def dominating(values: Tensor) -> Tensor:
         gains = [growth(lam.to(values.device)[..., :, None] * values[..., None, :]).amax(-2) for lam in points]

@@ -116,9 +116,7 @@ def limit(A: Tensor, H: Tensor) -> Tensor:
     if found.rate > 1 - 1e-9:
         turns = max(abs(found.lam.imag), abs(found.mu.imag)) > 1e-9
         why = "is complex: X/‖X‖ turns in a plane" if turns else "ties with another: X/‖X‖ keeps a mixture of both"
-        raise AcutanceError(
-            f"the dominating λ = {found.lam:.3g}, μ = {found.mu:.3g} {why}: there is no one limit, see ratio_rate"
-        )
+        raise AcutanceError(f"dominating λ = {found.lam:.3g}, μ = {found.mu:.3g} {why}: no one limit, see ratio_rate")
     j, i = int((lam - found.lam).abs().argmin()), int((mu - found.mu).abs().argmin())
     u, v = (vector / vector[vector.abs().argmax()] for vector in (left[:, i], right[:, j]))  # real multiples
     outer = torch.outer(u.real, v.real)

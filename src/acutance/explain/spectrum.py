@@ -165,10 +165,8 @@ class LayerSpectrum:
         if verdict == "unknown":  # because λ or μ, whichever is the worse, is not known well enough
             words = f"{gain} is known to {self.error:.1g} only: explain(…, whole=True) finds it exactly"
             if seen is not None and seen.mu_error * abs(self.strongest) > self.error:
-                words = (
-                    f"in {seen.undecided:.0%} of samples the families differ by less than their error: μ of A is known "
-                    f"to {seen.mu_error:.1g} only. {EXACT_MU}"
-                )
+                known = f"μ of A is known to {seen.mu_error:.1g} only"
+                words = f"in {seen.undecided:.0%} of samples the families differ within the error: {known}. {EXACT_MU}"
         elif seen is not None and (share := seen.predicted) is not None:
             words = f"μ = 1 in {share.smoothing:.0%}, μ ≠ 1 in {share.sharpening:.0%}: {gain}"
         else:
@@ -262,10 +260,8 @@ class Spectrum(Result):
         layers = self._dominances()
         figures = np.array([astuple(getattr(d, place)) for d in layers]).T
         odds = np.array([astuple(d.predicted or Share(math.nan, math.nan)) for d in layers]).T
-        fell, agreement, change = figures[:3].mean(1).tolist()
-        conditional = share_where(figures[3], odds[0]), share_where(figures[4], odds[1])
         correlation = theory.rank_correlation([d.predicted_change for d in layers], figures[2])
-        return Outcome(fell, agreement, change, *conditional, correlation)
+        return Outcome(*[*figures[:3].mean(1).tolist(), *map(share_where, figures[3:5], odds), correlation])
 
     def rows(self) -> list[dict[str, Any]]:
         names = "layer verdict negative_share smoothing_gain mean_symmetry mu_min bound reason lowest median highest"
@@ -284,10 +280,8 @@ class Spectrum(Result):
         if not self.has_data:
             return f"{text} Weights only: μ_min of A taken as 0."
         branch, block = self.outcome("branch"), self.outcome("block")
-        text = (
-            f"{text} μ = 1 / other μ dominate in {self.share()} % of samples, layers and heads "
-            f"({self.share('heads')} % head by head)."
-        )
+        both = f"{self.share()} % of samples, layers and heads ({self.share('heads')} % head by head)"
+        text += f" μ = 1 / other μ dominate in {both}."
         if math.isnan(branch.agreement):
             return f"{text} No prediction: not every layer has a verdict."
         return _dash(
@@ -347,11 +341,9 @@ def warn_beyond_bound(crossing: Mapping[int, tuple[complex, float, str]], mu_min
     """Warn of layers with a λ outside the disc in which μ_min beats μ = 1: this λ, μ_min, and the layer's verdict."""
     if crossing:
         found = [f"{layer} ({crossing_words(lam, mu)}; {verdict})" for layer, (lam, mu, verdict) in crossing.items()]
-        warn(
-            f"H crosses the bound in layers {', '.join(found)}, with μ_min {mu_min}: for that eigenvalue μ = 1 beats "
-            "μ_min; the verdict is that of all. An Eigen with spectrum='bounded' or 'clipped' keeps Λ in [−1, 0]",
-            stacklevel=4,
-        )
+        why = "for that eigenvalue μ = 1 beats μ_min; the verdict is that of all"
+        advice = "An Eigen with spectrum='bounded' or 'clipped' keeps Λ in [−1, 0]"
+        warn(f"H crosses the bound in layers {', '.join(found)}, with μ_min {mu_min}: {why}. {advice}", stacklevel=4)
 
 
 def _dash(text: str) -> str:

@@ -114,10 +114,8 @@ def fidelity_limit(A: Attention, f: Tensor, strength: float) -> Tensor:
     products = digits / math.log1p(strength)
     if products > _MOST_PRODUCTS:
         enough = 1.1 * math.expm1(digits / _MOST_PRODUCTS)  # a little more, so that it is enough as printed too
-        raise AcutanceError(
-            f"fidelity_limit of {tokens} tokens at strength {strength:g} would need {products:.1e} products with A, "
-            f"more than {_MOST_PRODUCTS:,}; give a strength of {enough:.1e} or more, or at most {DENSE_TOKENS} tokens"
-        )
+        advice = f"give a strength of {enough:.1e} or more, or at most {DENSE_TOKENS} tokens"
+        raise AcutanceError(f"{tokens} tokens at strength {strength:g} need {products:.1e} products with A; {advice}")
     u = f
     for _ in range(math.ceil(products)):
         u = (A @ u + strength * f) / (1 + strength)

@@ -42,10 +42,8 @@ def factors(site: sites.AttentionSite, norm: Norm = "fold") -> tuple[Tensor, Ten
     if gain is not None:
         projection = projection * read("the branch's gain", gain)[:, None, None]
     if site.post_norm() is not None:
-        warn(
-            f"layer {site.layer} normalises what its attention adds ({type(site.post_norm()).__name__}). H has no "
-            "such norm, so its verdict from weights alone is uncertain; what is measured on data includes the norm"
-        )
+        why = "H has no such norm, so its verdict from weights alone is uncertain; what is measured on data includes it"
+        warn(f"layer {site.layer} normalises what its attention adds ({type(site.post_norm()).__name__}). {why}")
     if weight is not None and norm == "fold":
         value = value * read("the pre-norm's weight", weight)
     state = "none" if weight is None else "folded" if norm == "fold" else "left out"
@@ -111,10 +109,8 @@ def arnoldi_hull(projection: Tensor, value: Tensor, *, layer: int) -> tuple[Eige
     ends = [int(np.abs(1 + values).argmax()), int(values.real.argmin()), int(values.real.argmax())]
     error = max(float(found.residuals[ends].max()), tolerance)
     if found.residuals.max() > tolerance:
-        warn(
-            f"layer {layer}: some outer eigenvalues of H have not converged in {found.size} vectors (residual "
-            f"{error:.1e}, wanted {tolerance:.1e}). explain(…, whole=True) finds all eigenvalues exactly"
-        )
+        what = f"not all converged in {found.size} vectors (residual {error:.1e}, wanted {tolerance:.1e})"
+        warn(f"layer {layer}: outer eigenvalues of H have {what}. explain(…, whole=True) finds all eigenvalues exactly")
     if len(left) < len(projection):  # the small product lacks zeros
         values = np.append(values, 0)
         values = values[hull_indices(values)]
