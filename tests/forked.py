@@ -56,10 +56,7 @@ def free_port():
 
 
 def run_beside(commands, seconds=600, prepare=None):
-    """Run commands (arguments and environment) at once.
-
-    A command that is not done in time is killed, and its errors say where it was.
-    """
+    """Run commands (arguments and environment) at once. One not done in time is killed, and says where it was."""
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for place, (arguments, environment) in enumerate(commands):

@@ -49,10 +49,7 @@ def test_symmetry_of_symmetric_antisymmetric_and_zero() -> None:
 
 
 def test_norm_is_folded_as_the_jacobian_says() -> None:
-    """H_eff is the derivative of the branch by the tokens as the norm has centred and scaled them, before γ.
-
-    Biases do not matter.
-    """
+    """H_eff, without biases, is the derivative of the branch by the normed tokens before γ."""
     model = small_vit(layer_scale=0.5)
     block = model.blocks[0]
     with torch.no_grad():

@@ -29,7 +29,6 @@ from lab.data.tiny_data_sets import picture
 from tiny_folders import DECLARATION, save_bert, save_vit, tiny, tiny_tokenizer
 
 pytest.importorskip("transformers", reason="models of transformers are loaded")
-WEIGHTS = ("config.json", "model.safetensors")
 
 
 def batches_for(loaded, data=None, **options):
@@ -171,7 +170,7 @@ def test_what_is_not_there_is_never_made_up(bert: Path, vit: Path, pictures: Pat
     """Without its files transformers hands out an empty tokenizer, for which every word is unknown."""
     for source in (bert, vit):
         (tmp_path / source.name).mkdir()
-        for file in WEIGHTS:
+        for file in ("config.json", "model.safetensors"):
             (tmp_path / source.name / file).write_bytes((source / file).read_bytes())
     folder = tmp_path / bert.name
     with pytest.raises(AcutanceError, match="comes without a tokenizer's vocabulary"):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from torch.testing import assert_close
 
 from acutance.errors import AcutanceError, NonFiniteError, ShapeError
@@ -15,7 +16,6 @@ from acutance.metrics import MEANINGS, TOKEN_METRICS, check_finite, high_frequen
 ALL = pytest.mark.parametrize("name", TOKEN_METRICS)
 SHAPES = pytest.mark.parametrize("shape", [(9, 4), (4, 9), (3, 6, 6), (2, 3, 5, 4), (2, 1), (1, 7, 1)], ids=str)
 laws = settings(max_examples=25, deadline=None, derandomize=True)
-seeds = st.integers(0, 2**32 - 1)
 sizes = st.tuples(st.integers(2, 12), st.integers(2, 12))
 
 
@@ -30,26 +30,15 @@ def hfc_lfc(x, order):
     return np.linalg.norm(x - low, order) / np.linalg.norm(low, order)
 
 
-def entropy_rank(x):
-    sigma = np.linalg.svd(x, compute_uv=False)
-    shares = [s / sum(sigma) for s in sigma if s > 1e-12 * sigma[0]]
-    return math.exp(-sum(p * math.log(p) for p in shares))
-
-
-def spread(x):
-    norms = np.array([math.sqrt(token @ token) for token in x])
-    return math.sqrt(((norms - norms.mean()) ** 2).mean()) / norms.mean()
-
-
 ORACLES = {
     "token_cosine": cosine,
     "hfc_lfc_spectral": lambda x: hfc_lfc(x, 2),
     "hfc_lfc_frobenius": lambda x: hfc_lfc(x, "fro"),
     "rank_residual": lambda x: math.sqrt(((x - x.mean(0)) ** 2).sum() / (x**2).sum()),
     "singular_ratio": lambda x: (lambda s: s[1] / s[0] if len(s) > 1 else 0)(np.linalg.svd(x, compute_uv=False)),
-    "effective_rank": entropy_rank,
+    "effective_rank": lambda x: math.exp(stats.entropy(np.linalg.svd(x, compute_uv=False))),
     "stable_rank": lambda x: (x**2).sum() / np.linalg.svd(x, compute_uv=False)[0] ** 2,
-    "norm_spread": spread,
+    "norm_spread": lambda x: stats.variation(np.linalg.norm(x, axis=1)),
 }
 
 
@@ -190,7 +179,7 @@ def test_what_does_not_fit_is_refused_by_name():
 
 @ALL
 @laws
-@given(size=sizes, seed=seeds, exponent=st.integers(-30, 30), sign=st.sampled_from([-1, 1]))
+@given(size=sizes, seed=st.integers(0, 2**32 - 1), exponent=st.integers(-30, 30), sign=st.sampled_from([-1, 1]))
 def test_rotation_order_and_a_common_factor_change_nothing(name, size, seed, exponent, sign):
     x, metric, generator = random_tokens(*size, seed=seed), TOKEN_METRICS[name], torch.Generator().manual_seed(seed + 1)
     rotation = torch.linalg.qr(torch.randn(size[1], size[1], generator=generator, dtype=torch.float64)).Q

@@ -217,22 +217,14 @@ def test_a_model_moves_and_comes_back():
     assert torch.equal(value[BY_HEAD["rows"]], before[BY_HEAD["rows"]])
 
 
-def value_of(bert):
-    return bert.encoder.layer[1].attention.self.value
-
-
-def wrapped(bert):
-    bert.encoder.layer[1].attention.self.value = nn.Sequential(value_of(bert), nn.Identity())
-
-
-def tied(gpt):
-    gpt.h[1].attn.c_proj.weight = gpt.h[0].attn.c_proj.weight
-
-
-def shared(bert):
-    bert.register_parameter("other", nn.Parameter(value_of(bert).weight.data.view(32, 32)))
-
-
+VALUE = "encoder.layer.1.attention.self.value"
+HARM = {
+    "wrapped": lambda bert: bert.set_submodule(VALUE, nn.Sequential(bert.get_submodule(VALUE), nn.Identity())),
+    "tied": lambda gpt: setattr(gpt.h[1].attn.c_proj, "weight", gpt.h[0].attn.c_proj.weight),
+    "shared": lambda bert: setattr(bert, "other", nn.Parameter(bert.get_submodule(VALUE).weight.data.view(32, 32))),
+    "not finite": lambda bert: bert.get_submodule(VALUE).weight.data.fill_(torch.nan),
+}
+TIED = r"h\.0\.attn\.c_proj\.weight and h\.1.* are one parameter"
 TWO = "another mitigation makes W_V and W_proj already"
 
 
@@ -241,11 +233,11 @@ TWO = "another mitigation makes W_V and W_proj already"
     [
         (lambda: hf_zoo.build("llama"), ShapeError, "a value head for every query", ""),
         (lambda: hf_zoo.build("t5_encoder", d_kv=4), ShapeError, "heads · head_dim = dim", ""),
-        (lambda: trained("bert", wrapped), AcutanceError, "Sequential, which does more than multiply", ""),
-        (lambda: trained("gpt", tied), AcutanceError, r"h\.0\.attn\.c_proj\.weight and h\.1.* are one parameter", ""),
-        (lambda: trained("bert", shared), AcutanceError, "share its memory", ""),
+        (lambda: trained("bert", HARM["wrapped"]), AcutanceError, "Sequential, which does more than multiply", ""),
+        (lambda: trained("gpt", HARM["tied"]), AcutanceError, TIED, ""),
+        (lambda: trained("bert", HARM["shared"]), AcutanceError, "share its memory", ""),
         (lambda: trained("gpt", lambda m: weight_norm(m.h[1].attn.c_proj)), AcutanceError, "is not a parameter", ""),
-        (lambda: trained("bert", lambda m: value_of(m).weight.data.fill_(torch.nan)), NonFiniteError, "r 2: W_V", ""),
+        (lambda: trained("bert", HARM["not finite"]), NonFiniteError, "layer 2: W_V", ""),
         (lambda: trained("vit"), AcutanceError, TWO, "+eigen:positive"),
         (lambda: trained("bert"), AcutanceError, TWO, "+eigen:positive"),
     ],

@@ -28,12 +28,6 @@ def polar_gradient(theta, g):
     return q @ e @ ((e.mT @ skew @ e) / (s[:, None] + s)) @ e.mT
 
 
-def skew_of_norm(norm, *shape):
-    s = normal(*shape, seed=5)
-    s = (s - s.mT) / 2
-    return s * (norm / torch.linalg.matrix_norm(s, ord=2, keepdim=True))
-
-
 def value_and_gradient(basis, theta, g):
     theta = theta.clone().requires_grad_()
     v = basis(theta)
@@ -66,7 +60,9 @@ def test_gradients_against_finite_differences(name):
 @pytest.mark.parametrize("norm", [0.0, 0.5, 40, 500])
 @pytest.mark.parametrize("dim", [2, 7, WIDE])
 def test_cayley_by_products_is_the_inverse_and_has_its_gradient(norm, dim):
-    theta, g = skew_of_norm(norm, 2, dim, dim), normal(2, dim, dim, seed=3)
+    drawn, g = normal(2, dim, dim, seed=5), normal(2, dim, dim, seed=3)
+    skew = (drawn - drawn.mT) / 2
+    theta = skew * (norm / torch.linalg.matrix_norm(skew, ord=2, keepdim=True))
     v, gradient = value_and_gradient(cayley, theta, g)
     expected, slope = value_and_gradient(partial(basis_of, "cayley"), theta, g)
     torch.testing.assert_close(v, expected, rtol=0, atol=1e-12)

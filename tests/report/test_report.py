@@ -18,8 +18,6 @@ from report.made_profiles import made_profile
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync", "--no-first-run"]
 HOSTILE = "neutreno </script><script>document.title='owned'</script>"
-
-
 TAPS = ("block", "attention")
 RUNS = {name: made_profile(slope, taps=TAPS, depth=3) for name, slope in (("plain", 0.1), (HOSTILE, 0.2))}
 

@@ -14,7 +14,6 @@ from mitigations.steered import assert_it_goes_stays_and_comes_back
 from parity.parity_formula import learnt, with_plain_weights
 from sites.tiny_models import leaves_of, left_alone, mitigated, with_gradients
 
-ALL_THREE = "neutreno:0.6+attnscale+featscale"
 WITHOUT_OPERATOR = "neutreno:0.6+featscale"  # all that heads which are mixed leave
 FOUR = ["vit_tiny_patch16_224", "beit_base_patch16_224", "eva02_tiny_patch14_224", "cait_xxs24_224"]
 
@@ -39,7 +38,7 @@ def fused(request):
 
 @pytest.mark.parametrize("name", FLAT)
 def test_all_hooks_in_models_of_one_token_count(name, fused):
-    check_parity(partial(create, name, fused=fused), ALL_THREE)
+    check_parity(partial(create, name, fused=fused), "neutreno:0.6+attnscale+featscale")
 
 
 @pytest.mark.parametrize("name", MIXED_HEADS)

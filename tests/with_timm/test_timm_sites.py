@@ -153,14 +153,12 @@ def test_an_adapter_that_timm_passes_by_is_refused(name):
         ac.explain(model)
 
 
-WRAPPED = {name: value for name, value in SMALL.items() if name != "num_classes"}
-
-
 def wrapped():
     """Inside transformers' wrapper, which goes past their forward, they are timm's all the same."""
     transformers = pytest.importorskip("transformers", reason="make test installs it beside timm")
     torch.manual_seed(0)
-    config = transformers.TimmWrapperConfig(architecture="deit_tiny_distilled_patch16_224", model_args=WRAPPED)
+    sizes = {name: value for name, value in SMALL.items() if name != "num_classes"}
+    config = transformers.TimmWrapperConfig(architecture="deit_tiny_distilled_patch16_224", model_args=sizes)
     return transformers.TimmWrapperModel(config).double().eval()
 
 

@@ -19,9 +19,7 @@ from acutance.lab.queue.run import Scheduler, Session, duration
 from acutance.lab.queue.tables import verdict, write_tables
 from acutance.lab.train.config import incidental_fields
 
-ROOT = Path(__file__).parents[3]
-FILE = ROOT / "docs/evidence/queue/queue.toml"
-GIT = {"commit": "0123456789abcdef", "changed": False}
+FILE = Path(__file__).parents[3] / "docs/evidence/queue/queue.toml"
 
 
 @pytest.fixture
@@ -38,7 +36,7 @@ def line(job, top1, **more):
     found = {"split": "val" if job.block.kind == "tune" else "test", "headline": "top1", "parameters": 1234}
     found |= {"scores": {"top1": top1, "loss": 2.0}, "images_seen": 5678, "layers": layers, "spectra": shares}
     found |= {"step_ms": 1.5, "seconds": 20.0, "memory_mib": None, "workers": 1, "machine": "CPU", "sessions": 1}
-    return {**found, "git": GIT, **more}
+    return {**found, "git": {"commit": "0123456789abcdef", "changed": False}, **more}
 
 
 def test_keys_outlast_refactorings():
