@@ -24,8 +24,7 @@ def attend(call: AttentionCall, mitigation: Hooks = None, observer: Observer | N
         w, u = call.v, call.own(call.v)
     else:
         w, (q, k, bias) = mitigation.values(call.v, call), mitigation.scores(call.q, call.k, call)
-        u = call.own(w, None if q is call.q else q, None if k is call.k else k, bias)
-        u = mitigation.output(u, w, call)
+        u = mitigation.output(call.own(w, q, k, bias), w, call)
     if observer is not None:
         call.values, call.output = w, u
     return u, call.v

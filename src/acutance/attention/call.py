@@ -68,7 +68,9 @@ class AttentionCall:
         if self.products > 1 and self.dropout > 0 and self.weights is None:
             why = "draws anew in every product, and this mitigation needs several of one A: set it to 0"
             raise AcutanceError(f"{self.name}: attention dropout ({self.dropout:g}) {why}, or train in evaluation mode")
-        return self.product(values) if q is k is bias is None else self.product(values, q, k, bias)
+        q, k = self.q if q is None else q, self.k if k is None else k
+        changed = () if q is self.q and k is self.k and bias is None else (q, k, bias)
+        return self.product(values, *changed)
 
     def keep(self, x: Any) -> None:
         """Hand something to the next layer, which finds it in `previous`."""

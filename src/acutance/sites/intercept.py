@@ -213,19 +213,13 @@ def sdpa_product(
     enable_gqa: bool = False,
 ) -> Product:
     """The product of `scaled_dot_product_attention`, called with these in an attention that was given x."""
-    options: dict[str, Any] = {} if scale is None else {"scale": scale}
-    if enable_gqa:
-        options["enable_gqa"] = True
     split, join = _four_axes(query, x)
     q, k, v = split(query), split(key), split(value)
 
-    def own(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
-        mask, causal = attn_mask, is_causal and bias is None
-        if bias is not None:
-            mask = with_bias(causal_mask(q, k) if is_causal else mask, bias)
-        asked = query if other_q is None else join(other_q)
-        keys = key if other_k is None else join(other_k)
-        return split(F.scaled_dot_product_attention(asked, keys, join(values), mask, dropout_p, causal, **options))
+    def own(values: Tensor, asked: Tensor = q, keys: Tensor = k, bias: Tensor | None = None) -> Tensor:
+        mask = attn_mask if bias is None else with_bias(causal_mask(q, k) if is_causal else attn_mask, bias)
+        given = join(asked), join(keys), join(values), mask, dropout_p, is_causal and bias is None
+        return split(F.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa))
 
     about: dict[str, Any] = {"q": q, "k": k, "scale": scale, "dropout": dropout_p}
     if is_causal and q.shape[-2] != k.shape[-2]:  # torch counts from the first key, the operator from the last
@@ -259,16 +253,17 @@ def written_product(x: Tensor, known: Map, func: Any, value: Tensor) -> Product:
     split, join = _four_axes(known.weights, x)
     about = _about(known, split)
 
-    def own(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
+    q, k = about.get("q"), about.get("k")
+
+    def own(values: Tensor, asked: Any = q, keys: Any = k, bias: Tensor | None = None) -> Tensor:
         weights = known.weights
-        if other_q is not None or other_k is not None:
-            if "q" not in about:
+        if asked is not q or keys is not k:
+            if q is None:
                 raise AcutanceError(
                     "how this written softmax gets its logits from q and k is not known: change the logits instead"
                 )
-            q, k = about["q"] if other_q is None else other_q, about["k"] if other_k is None else other_k
             mask = about["mask"] if bias is None else with_bias(about["mask"], bias)
-            A = AttentionOperator(q, k, mask=mask, scale=about["scale"], softcap=about["softcap"])
+            A = AttentionOperator(asked, keys, mask=mask, scale=about["scale"], softcap=about["softcap"])
             return A.apply(values, known.dropout)
         if bias is not None:
             if known.is_mixed or known.logits.shape != weights.shape:

@@ -84,9 +84,8 @@ def take_over_sdpa() -> None:
         if not getattr(site, "interface", False) or not site.is_active or site.stack.passes.current() is None:
             return own(module, query, key, value, attention_mask, **options)
 
-        def product(values: Tensor, other_q: Any = None, other_k: Any = None, bias: Tensor | None = None) -> Tensor:
+        def product(values: Tensor, asked: Tensor = query, keys: Tensor = key, bias: Any = None) -> Tensor:
             given = mask if bias is None else with_bias(causal_mask(query, key) if about["causal"] else mask, bias)
-            asked, keys = query if other_q is None else other_q, key if other_k is None else other_k
             return own(module, asked, keys, values, given, **options)[0].transpose(1, 2)
 
         mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
