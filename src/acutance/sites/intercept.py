@@ -188,7 +188,7 @@ class Intercept(TorchFunctionMode):
                 f"{self.name} runs several attention products in one pass: which is its self-attention is not clear"
             )
         self.maps, self.scores, self.scaled = [], None, (None, None, 1.0)  # held no longer than needed
-        self.watched = (F.scaled_dot_product_attention, MULTIHEAD, Tensor.unflatten)
+        self.watched = (F.scaled_dot_product_attention, MULTIHEAD, Tensor.unflatten, *SOFTMAX)
         return product.back(self.attend(product))
 
 
