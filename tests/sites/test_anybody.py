@@ -174,6 +174,25 @@ def test_a_block_that_does_not_reach_attend_is_an_error():
         model(ids())
 
 
+def maps(q, k, count=1):
+    return [F.softmax(part @ k.mT, dim=-1) for part in q.chunk(count, dim=2)]
+
+
+PARTS = {
+    "of queries": lambda q, k, v: torch.cat([maps(part, k)[0] @ v for part in q.chunk(2, dim=2)], 2),
+    "after all softmaxes": lambda q, k, v: torch.cat([A @ v for A in maps(q, k, 2)], 2),
+    "of channels": lambda q, k, v: torch.cat([A @ part for A in maps(q, k) for part in v.chunk(2, dim=-1)], -1),
+}
+
+
+@pytest.mark.parametrize("form", PARTS.values(), ids=PARTS)
+def test_attention_in_several_products_is_refused(form):
+    split = lambda self, x: (models.split(part) for part in self.c_attn(x).chunk(3, dim=-1))  # noqa: E731
+    model = gpt(run=lambda self, x: self.c_proj(models.merge(form(*split(self, x)))))
+    with ac.mitigate(model, "neutreno:0.6"), pytest.raises(AcutanceError, match="several attention products"):
+        model(ids())
+
+
 def linear(self, x):
     q, k, v = (models.split(part) for part in self.c_attn(x).chunk(3, dim=-1))
     return self.c_proj(models.merge(F.elu(q) @ (F.elu(k).transpose(-2, -1) @ v)))

@@ -36,6 +36,7 @@ WATCHED = (
     *(*SOFTMAX, *PRODUCT, *FACTORS),
 )
 WATCHED_SET = frozenset(WATCHED)
+AFTERWARDS = (F.scaled_dot_product_attention, MULTIHEAD, torch.einsum, F.dropout, Tensor.unflatten, *SOFTMAX, *PRODUCT)
 SINKS = "its tokens may attend to nothing (sinks), so A's rows do not sum to one"
 MIXED = "it mixes its heads before or after the softmax, so there is no attention operator per head"
 
@@ -114,6 +115,7 @@ class Intercept(TorchFunctionMode):
         self.attend, self.x, self.name = attend, x, name
         self.watched: Any = WATCHED if torch.compiler.is_compiling() else WATCHED_SET
         self.maps: list[Map] = []
+        self.used: list[Map] = []  # by the one product
         self.scores: Scores | None = None
         self.scaled: Any = (None, None, 1.0)  # the last tensor that was multiplied by a number, its source, the number
         self.products = 0
@@ -131,7 +133,7 @@ class Intercept(TorchFunctionMode):
             return self.sdpa(*args, **kwargs)
         if func is MULTIHEAD:
             return self._multihead(args, kwargs)
-        found = self._of_maps(func, args, kwargs) if self.maps else None
+        found = self._of_maps(func, args, kwargs) if self.maps or self.used else None
         if found is not None:
             return found
         out = func(*args, **kwargs)
@@ -165,7 +167,8 @@ class Intercept(TorchFunctionMode):
     def _of_maps(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What becomes of a softmax; None where the operation has none."""
         operands = _operands(args) if func is torch.einsum else args
-        found = [(known, place) for place, x in enumerate(operands[:2]) for known in self.maps if known.weights is x]
+        maps = (*self.maps, *self.used)
+        found = [(known, place) for place, x in enumerate(operands[:2]) for known in maps if known.weights is x]
         if not found:
             return None
         known, place = found[0]
@@ -187,8 +190,8 @@ class Intercept(TorchFunctionMode):
             raise AcutanceError(
                 f"{self.name} runs several attention products in one pass: which is its self-attention is not clear"
             )
-        self.maps, self.scores, self.scaled = [], None, (None, None, 1.0)  # held no longer than needed
-        self.watched = (F.scaled_dot_product_attention, MULTIHEAD, Tensor.unflatten, *SOFTMAX)
+        self.maps, self.used, self.scores, self.scaled = [], self.maps, None, (None, None, 1.0)
+        self.watched = AFTERWARDS
         return product.back(self.attend(product))
 
 
