@@ -1,8 +1,6 @@
 """What 0.1 did wrong without a word, by commands and functions it knows too: on its source these tests fail.
 
-So they stay, even where another test shows the same by names that 0.1 does not have. Formulas, threads and heads of
-other widths have theirs in tests/fuzz (adapter_0_1.py), copies and merged attention in tests/sites, layers and padding
-that a model adds in tests/measure/test_structures.py.
+So they stay, even where another test shows the same by names that 0.1 does not have.
 """
 
 import json

@@ -30,10 +30,7 @@ def test_grouped_queries_and_rms_norm_of_llama() -> None:
 
 @pytest.mark.parametrize(("implementation", "side"), [("eager", "nowhere"), ("eager", "left"), ("sdpa", "right")])
 def test_long_causal_attention_reads_the_same_under_any_mask(implementation: str, side: str) -> None:
-    """Above 512 tokens; masks, not a flag, make it causal where it is eager or padded.
-
-    λ = −2.02: |1 + λ| = 1.02 beats |1 + λμ| for every μ from 0 to 0.99, but not for one of −0.01.
-    """
+    """Above 512 tokens. λ = −2.02: |1 + λ| = 1.02 beats |1 + λμ| for every μ from 0 to 0.99, not for one of −0.01."""
     options = {"num_hidden_layers": 1, "num_key_value_heads": 4, "max_position_embeddings": 600}
     model = hf_zoo.build("llama", **options, attn_implementation=implementation).float()
     with torch.no_grad():

@@ -19,10 +19,6 @@ class Block(Made):
         super().__init__(run, norm=nn.LayerNorm(dim), fc=nn.Linear(dim, dim))
 
 
-class Other(Block):
-    pass
-
-
 class Chunk(nn.ModuleList):
     """As DINOv2 cuts its blocks into chunks, with identities in place of those of other chunks."""
 
@@ -92,7 +88,7 @@ def test_blocks_elsewhere_are_named():
 
 @pytest.mark.parametrize("width", [DIM, 2])  # a decoder may be far smaller
 def test_a_list_of_other_blocks_is_said_to_be_left_out(width):
-    found, (warned,) = layers_of(coders((Block, 4), (Other, 2, width)), X)
+    found, (warned,) = layers_of(coders((Block, 4), (type("Other", (Block,), {}), 2, width)), X)
     assert len(found) == 1 + 4
     assert "not counted as layers: decoder.blocks" in warned
 

@@ -38,8 +38,7 @@ def measuring(rank):
         for count, kind in ((1, list), (3, iter)):  # of one batch, the second process has nothing of its own
             found = figures(wrap(build().double()), kind(images(count)), across_processes=True)
             expected = figures(build().double(), images(count))
-            assert found.keys() == expected.keys()
-            assert all(found[key] == pytest.approx(value, rel=1e-6, abs=1e-9) for key, value in expected.items())
+            assert found == {key: pytest.approx(value, rel=1e-6, abs=1e-9) for key, value in expected.items()}
     model = sharded(build().double())
     longer = figures(model, iter(images((5, 1)[rank])), across_processes=True)  # one sits out three times
     assert {count for *_, count in longer} == {9}

@@ -1,6 +1,7 @@
 """Metrics of attention, energies included, against dense formulas in float64; laws, edge cases, precision, memory."""
 
 import math
+from functools import partial
 from itertools import combinations
 
 import pytest
@@ -31,11 +32,6 @@ COMBINATIONS += [(kernel, "bias") for kernel in ("softmax", "symmetric", "rbf")]
 HALF = torch.rand(2, 11, generator=torch.Generator().manual_seed(3)) > 0.4  # of the cases' rows
 
 
-def frobenius_cosine(a, b):
-    norms = a.square().sum((-2, -1)).sqrt() * b.square().sum((-2, -1)).sqrt()
-    return (a * b).sum((-2, -1)) / torch.where(norms > 0, norms, 1)
-
-
 def written_out(c, rows):
     """Every metric of a case by dense sums over the rows that count."""
     (weights, sums), rows = c.expected, rows[:, None, :, None]
@@ -46,14 +42,14 @@ def written_out(c, rows):
     one, two = (k.sum(-1, keepdim=True) * v - k @ v for k in (kernel, other))
     counted = (rows & sees).squeeze(-1)
     count = counted.sum(-1).clamp_min(1)
-    fixed = (weights * rows, symmetric * rows)
-    pairs = [frobenius_cosine(fixed[0][:, g], fixed[0][:, h]) for g, h in combinations(range(4), 2)]
+    fixed, cosine = (weights * rows).flatten(2), partial(torch.cosine_similarity, dim=-1, eps=1e-30)
+    pairs = [cosine(fixed[:, g], fixed[:, h]) for g, h in combinations(range(4), 2)]
     return {
         "nonlocal_energy": (rows * weights * squares).sum((-2, -1)) / 2,
         "log_nonlocal_energy_raw": ((rows * kernel * squares).sum((-2, -1)) / 2).log(),
-        "gradient_alignment": (torch.cosine_similarity(one, two, dim=-1, eps=1e-30) * counted).sum(-1) / count,
+        "gradient_alignment": (cosine(one, two) * counted).sum(-1) / count,
         "attention_entropy": (torch.special.entr(weights).sum(-1) * counted).sum(-1) / count,
-        "attention_cosine": frobenius_cosine(*fixed),
+        "attention_cosine": cosine(fixed, (symmetric * rows).flatten(2)),
         "head_cosine": torch.stack(pairs).mean(0),
     }
 

@@ -1,8 +1,4 @@
-"""The reference models written a second time, from the formulas, on plain dictionaries of float64 tensors.
-
-They share no code with the package. They form every attention matrix and every word's probability, and interpolate
-bilinearly by a sum over neighbours. NeuTRENO's λ̃ is a number, or learnt.
-"""
+"""The reference models written a second time, from the formulas, on float64 tensors, by no code of the package."""
 
 import math
 

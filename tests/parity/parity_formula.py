@@ -1,7 +1,4 @@
-"""The mitigations written from their formulas, in plain PyTorch, with v⁰ passed on explicitly.
-
-This file uses no code of the package. The parity matrix, the fuzzer and single tests take their formulas from here.
-"""
+"""The mitigations written from their formulas, with v⁰ passed on explicitly, by no code of the package."""
 
 import re
 from functools import partial

@@ -36,7 +36,6 @@ EXACTLY = "float64"  # of every mitigation
 PRECISIONS = ("float32", "bfloat16")  # of all mitigations in one model
 # Relative to a parameter's own gradient, or to a tenth of all gradients if that is larger; see docs/parity.md.
 TOLERANCE = {"float64": 2**-43, "float32": 2**-17, "bfloat16": 2**-4}
-FLOOR = 0.1
 LOST = r"first layer's values, did not come through this activation checkpointing.*use_reentrant=False"
 WRAPPERS = r"(_checkpoint_wrapped_module|_orig_mod)\."
 STEPS = (2, 1)  # seeds of the batches; the gradients of the last one are compared
@@ -192,7 +191,7 @@ def loss_of(output: Tensor) -> Tensor:
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest relative error among the parameters."""
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    floor = FLOOR * torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    floor = 0.1 * torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     errors = [(found[name] - wanted).norm() / torch.maximum(wanted.norm(), floor) for name, wanted in expected.items()]
     return float(max(errors))
 

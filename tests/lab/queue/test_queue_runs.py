@@ -25,7 +25,6 @@ from acutance.lab.queue.results import Results
 from acutance.lab.train import Run, override, provenance
 from forked import FORKS, _command
 
-PATIENCE = 300.0
 TOLD = ("split", "scores", "layers", "spectra", "images_seen", "parameters", "definition", "corrupted")
 
 
@@ -39,7 +38,7 @@ def kill_when(seen, folder, *more):
     streams = [folder / "output", folder / "errors"]
     process = FORKS.Process(target=_command, args=(command(folder, *more), folder, {}, streams, os.setsid))
     process.start()
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + 300
     while not seen():
         assert time.monotonic() < end
         time.sleep(0.005)

@@ -67,17 +67,14 @@ def test_wikitext_takes_half_a_million_steps():
     assert config.schedule.warmup * per_epoch == pytest.approx(2_000)
 
 
-def trained_by(words):
-    """The configuration of a command `acutance train RECIPE …`, and where it leaves its run."""
-    name = words[words.index("train") + 1]
-    config = override(recipes.load(name), [words[i + 1] for i, word in enumerate(words) if word == "--set"])
-    return config, default_folder(name, recipes.load(name), config)
-
-
 @pytest.mark.parametrize("name", recipes.names())
 def test_commands_of_a_recipe_can_follow_one_another(name):
     """Different runs lie in different folders, and what is evaluated is one of them."""
-    runs = [trained_by(words) for words in commands(name) if "train" in words]
+    runs = []
+    for words in (words for words in commands(name) if "train" in words):
+        plain = recipes.load(recipe := words[words.index("train") + 1])
+        config = override(plain, [words[i + 1] for i, word in enumerate(words) if word == "--set"])
+        runs.append((config, default_folder(recipe, plain, config)))
     assert runs
     assert all(words[1] in ("train", "evaluate") or words[0] == "torchrun" for words in commands(name))
     for config, folder in runs:
