@@ -100,8 +100,8 @@ class AttentionCall:
             raise ShapeError(f"values {tuple(values.shape)} cannot be matched to an attention output {tuple(u.shape)}")
         if values.shape[2] > rows:
             if self.v.shape[2] == rows:
-                why = f"{tuple(values.shape)} and this layer's {tuple(self.v.shape)} are not of the same tokens"
-                raise ShapeError(f"{self.name}: the first layer's values {why}: some were dropped or merged on the way")
+                why = f"v⁰ {tuple(values.shape)} and v {tuple(self.v.shape)} are not of the same tokens"
+                raise ShapeError(f"{self.name or f'layer {self.layer}'}: {why}: some were dropped or merged on the way")
             end = values.shape[2] - self.behind
             values = values[:, :, end - rows : end]
         return repeat_heads(values, heads)
