@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -184,10 +185,7 @@ def test_ctrl_c_leaves_no_half_written_file(tmp_path: Path) -> None:
 
 
 def test_errors_that_name_no_file_are_not_hidden(monkeypatch) -> None:
-    def fail() -> None:
-        raise BrokenPipeError(32, "Broken pipe")
-
-    monkeypatch.setattr(command_line, "app", fail)
+    monkeypatch.setattr(command_line, "app", Mock(side_effect=BrokenPipeError(32, "Broken pipe")))
     with pytest.raises(BrokenPipeError):
         command_line.run()
 

@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -90,9 +91,6 @@ def test_a_child_that_inherits_the_file_holds_nothing(tmp_path):
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(37, "No locks available")))
     with pytest.warns(AcutanceWarning, match="without locks"), locks.held(tmp_path / ".lock") as mine:
         assert mine

@@ -104,11 +104,8 @@ def models(*families):
     ).filter(lambda case: case.exists)  # fmt: skip
 
 
-def boolean(q, k, v, bias):
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias == 0)
-
-
-FORMS = {"sdpa": tiny.sdpa, "bool": boolean, "eager": tiny.softmax}
+FORMS = {"sdpa": tiny.sdpa, "eager": tiny.softmax}
+FORMS["bool"] = lambda q, k, v, bias: tiny.sdpa(q, k, v, None if bias is None else bias == 0)
 
 
 def through_layers(self, x, bias):

@@ -105,7 +105,8 @@ def test_products_and_their_gradients_are_those_of_one_matrix(case):
             assert_near(mine, plain, 1e-8)
 
 
-def check_entropies(case):
+@law(OPERATORS | SHARP, 600)
+def test_entropies_are_those_of_the_rows(case):
     A, weights, sees = case.make()
     counts = torch.rand(BATCH, 1, A.shape[2], generator=torch.Generator().manual_seed(case.seed)) > 0.3
     found, counts = metrics.attention_entropy(A, counts[:, 0]).double(), counts & sees
@@ -115,16 +116,6 @@ def check_entropies(case):
     missing = (1 - weights.sum(-1, keepdim=True)).clamp_min(0) if case.sink else weights[..., :0]
     wanted = torch.special.entr(torch.cat([weights, missing], -1)).sum(-1)
     assert_near(found, (wanted * counts).sum(-1) / counts.sum(-1).clamp_min(1), max(1e-3, case.tolerance))
-
-
-@law(OPERATORS, 300)
-def test_entropies_are_those_of_the_rows(case):
-    check_entropies(case)
-
-
-@law(SHARP, 300)
-def test_entropies_of_sharp_attention_are_those_of_the_rows(case):
-    check_entropies(case)
 
 
 @law(SQUARE, 300)

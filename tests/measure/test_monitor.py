@@ -2,6 +2,7 @@
 
 import json
 import random
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -126,11 +127,7 @@ def test_optimiser_steps_are_counted_not_calls(every, steps, read):
 
 
 def test_an_interruption_in_the_middle_of_a_reading_leaves_the_model_as_it_was():
-    model = build().train()
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
+    model, interrupt = build().train(), Mock(side_effect=KeyboardInterrupt)
     _, expected = draws(seed=3), draws()
     draws(seed=3)
     with model.vit.blocks[1].register_forward_hook(interrupt), pytest.raises(KeyboardInterrupt):

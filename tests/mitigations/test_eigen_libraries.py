@@ -3,6 +3,7 @@
 import copy
 import pickle
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -139,11 +140,7 @@ def test_every_step_has_its_own_weights(name):
         optimiser.zero_grad()
         assert_is_the_formula(name, model, plain, run, "qr")
     sites = find(model)
-
-    def fail(v, call):
-        raise KeyboardInterrupt
-
-    sites[0].mitigation.values = fail
+    sites[0].mitigation.values = Mock(side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         model(inputs(name))
     del sites[0].mitigation.values
