@@ -18,7 +18,7 @@ from acutance.mitigations import Mitigation
 from acutance.sites.forward_pass import ForwardPass, Passes, TokenOrder, first_values
 from acutance.sites.intercept import Intercept, Product
 from acutance.sites.site import AttentionSite, Library, Undo
-from acutance.sites.structure import CONTAINERS, Layer, outwards, tokens_in, tokens_out
+from acutance.sites.structure import ADVICE, CONTAINERS, Layer, outwards, tokens_in, tokens_out
 
 SITE = "_acutance_site"  # where an attention module keeps its site while it is routed
 
@@ -246,6 +246,8 @@ class PatchedSite(AttentionSite):
         changes = mitigation is not None and mitigation.overrides("features")
         if call is None or not (changes or self.observer is not None):
             return y
+        if not isinstance(y, Tensor):
+            raise AcutanceError(f"{self.name}: out of W_proj a {type(y).__name__} comes in place of tokens. {ADVICE}")
         if mitigation is not None and changes:
             self._refuse_windows(mitigation, y, now)
         if torch.compiler.is_compiling():

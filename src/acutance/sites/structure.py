@@ -117,8 +117,9 @@ def tokens_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
 
 def tokens_out(output: Any) -> Tensor:
     """The tokens in what a block returns: itself, or the first of a tuple."""
-    tokens = output if isinstance(output, Tensor) else output[0]
-    assert isinstance(tokens, Tensor)
+    tokens = output if isinstance(output, Tensor) else None if type(output) in (dict, type(None)) else output[0]
+    if not isinstance(tokens, Tensor):
+        raise AcutanceError(f"a {type(output).__name__} comes out in place of tokens. {ADVICE}")
     return tokens
 
 
