@@ -174,6 +174,26 @@ def test_a_block_that_does_not_reach_attend_is_an_error():
         model(ids())
 
 
+def attending(project):
+    """Without a mask; `project` is given W_proj's module and what it is to be applied to."""
+
+    def run(self, x):
+        u = F.scaled_dot_product_attention(*map(models.split, self.c_attn(x).chunk(3, dim=-1)))
+        return project(self.c_proj, models.merge(u))
+
+    return gpt(run=run)
+
+
+def test_a_branch_that_ends_in_the_weight_of_w_proj_is_that_of_the_module():
+    """As in WavLM, which hands the weight to a function: FeatScale did nothing, and nobody was told of the branch."""
+    both = attending(lambda W, u: W(u)), attending(lambda W, u: F.linear(u, W.weight, W.bias))
+    plain = both[1](ids())
+    for model in both:
+        models.mitigated(model, "featscale")
+    assert torch.equal(both[0](ids()), both[1](ids()))
+    assert not torch.allclose(both[1](ids()), plain)
+
+
 @pytest.mark.parametrize("name", ["SqueezeBertModel", "IBertModel"])  # a dict, and tensors with their scales
 def test_what_is_no_tensor_and_no_tuple_is_refused(name):
     model = hf_zoo.tiny(name, **hf_zoo.TEXT, embedding_size=32)

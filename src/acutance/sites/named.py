@@ -109,6 +109,9 @@ class NamedSite(PatchedSite):
         gain, norm = super().pre_norm_gain(), self.pre_norm()
         if gain is None or norm is None:
             return None
+        if isinstance(norm, nn.modules.batchnorm._NormBase):
+            what = "norms over samples, so there is no weight that H could be multiplied by"
+            raise AcutanceError(f"{self.name}: the {type(norm).__name__} before it {what}. {ADVICE}")
         token = 1 - 2 * (torch.arange(gain.shape[-1], device=gain.device) % 2).to(gain.dtype)  # is normalised already
         with torch.no_grad():
             made = token * (norm.forward(token) - norm.forward(-token)) / 2  # without its bias

@@ -187,7 +187,8 @@ class PatchedSite(AttentionSite):
         else:
             with Intercept(self.attend, x, self.name):
                 output = own(*args, **kwargs)
-        if self._projection is not None:
+        is_missed = self._is_hooked and now.call is not None  # it may be called later, or a function had its weight
+        if self._projection is not None and not (is_missed and self._projection in set(self.attention.modules())):
             return output
         y = self.finish(tokens_out(output), now)
         return y if isinstance(output, Tensor) else (y, *output[1:])
