@@ -108,7 +108,7 @@ def test_results_are_appended_whole_and_once(tmp_path, queue):
     results.path.write_text(results.path.read_text() + merged + "\n")
     assert results.read()[one.key]["scores"]["top1"] == 50.0
     results.path.write_text("{}\n")
-    with pytest.raises(AcutanceError, match="line 1, is not of the format"):
+    with pytest.raises(AcutanceError, match="line 1, has the format None"):
         results.read()
 
 

@@ -116,7 +116,7 @@ def test_a_table_of_something_else_is_not_gone_on_with_and_some_models_cannot_be
     nn.init.ones_(model[2].bias)
     refused(AcutanceError, "weights: there")
     settings["path"].write_text("{")
-    refused(AcutanceError, "not a file of the format")
+    refused(AcutanceError, "is not of the format")
     three = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 3))
     refused(ShapeError, r"\(10, 3\) for 10 images of 4 classes", model=three, path=None)
     nn.init.constant_(model[2].bias, torch.nan)
