@@ -193,6 +193,31 @@ def test_what_is_no_tensor_and_no_tuple_is_refused(name):
         ac.measure(model, [ids()], metrics=["attention_entropy"], progress=False)
 
 
+@pytest.mark.parametrize("kinds", [{}, {"multi_query": False}, {"new_decoder_architecture": True, "num_kv_heads": 2}])
+def test_rows_of_a_joint_projection_are_found_however_they_stand(kinds):
+    model = hf_zoo.tiny("FalconModel", **hf_zoo.TEXT, **kinds)
+    site, seen = sites.find(model)[0], []
+    with site.observe(seen.append):
+        model(ids())
+    values = models.F.linear(seen[0].x, site.value_weight()).unflatten(-1, (site.kv_heads, -1)).transpose(1, 2)
+    torch.testing.assert_close(seen[0].v, values.repeat_interleave(seen[0].v.shape[1] // site.kv_heads, 1))
+
+
+WIDTHS = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "vocab_size": 60}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("CodeGen", WIDTHS), ("Deberta", hf_zoo.TEXT), ("ConvBert", hf_zoo.TEXT | {"embedding_size": 32})],
+)
+def test_rows_in_another_order_are_refused_and_not_explained(name, options):
+    """H had the rows of keys or of other heads for those of values."""
+    model = hf_zoo.tiny(f"{name}Model", **options)
+    for ask in (lambda: ac.explain(model, progress=False), lambda: ac.mitigate(model, "eigen:negative")):
+        with pytest.raises(AcutanceError, match="order|heads · head_dim"):
+            ask()
+
+
 def maps(q, k, count=1):
     return [F.softmax(part @ k.mT, dim=-1) for part in q.chunk(count, dim=2)]
 

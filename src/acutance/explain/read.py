@@ -148,7 +148,8 @@ class LayerReader(Visitor):
         self._compare("branch", self.tokens + self.site.update(call.branch))
 
     def leave(self, layer: int, tokens: Tensor) -> None:
-        self._compare("block", tokens)
+        if len(self.before):  # else nobody saw the attention, which is said at the end
+            self._compare("block", tokens)
         self.tokens = self.before = torch.empty(0)
 
     def result(self) -> Dominance:

@@ -41,6 +41,8 @@ ATTENTION = re.compile("attention|attn|mhsa", re.IGNORECASE)
 class NamedSite(PatchedSite):
     """One attention. Its weights are looked up when asked for: reading tokens needs none of them."""
 
+    checked = 0  # how many of W_V and W_proj are tried on random tokens
+
     @cached_property
     def _found(self) -> tuple[Projections, LayerShape]:
         """Look the usual names up; what is missing is an error that says so."""
@@ -58,13 +60,14 @@ class NamedSite(PatchedSite):
         head_dim = width // heads
         query, key, value = (Projection(found[kind]) if kind in found else None for kind in ("query", "key", "value"))
         query_heads, parts = heads if "joint" in source else 0, 1 if source == "value" else 2
-        kv_heads = (Projection(found[source]).shape()[0] // head_dim - query_heads) // parts
+        count = Projection(found[source]).shape()[0]
+        kv_heads = (count // head_dim - query_heads) // parts
         if value is None:
-            if source == "joint by head" or getattr(attention, "multi_query", None) is False:  # GPT-BigCode has either
-                rows = torch.arange(3 * width, device="cpu").reshape(heads, 3, head_dim).unbind(1)
-            else:
-                counts = (query_heads, kv_heads, kv_heads)
-                rows = torch.arange(sum(counts) * head_dim, device="cpu").split([count * head_dim for count in counts])
+            # Falcon's and GPT-BigCode's may stand so that each key head follows its query heads.
+            by_head = source == "joint by head" or getattr(attention, "multi_query", None) is False
+            groups = kv_heads if by_head else 1
+            counts = (heads // kv_heads, 1, 1) if by_head else (query_heads, kv_heads, kv_heads)
+            rows = torch.arange(count, device="cpu").reshape(groups, -1, head_dim).split(counts, dim=1)
             q, key, value = (Projection(found[source], part.flatten()) for part in rows)
             query = q if query_heads else query
         shape = LayerShape(self.layer, dim, heads, head_dim, kv_heads)
@@ -76,7 +79,29 @@ class NamedSite(PatchedSite):
     dim: Any = property(lambda self: self._found[1].dim)
 
     def projections(self) -> Projections:
-        return self._found[0]
+        return self._verified if self.checked else self._found[0]
+
+    @cached_property
+    def _verified(self) -> Projections:
+        """Names promise nothing: where the attention runs on random tokens, it must do what the weights say."""
+        found, seen = self._found[0], self._seen
+        if self.block is self.attention or not seen.keys() >= {"v", "y"} or seen["x"].shape[2:] != (self.dim,):
+            if self.block is not self.attention and found.value.rows is not None and not found.value.matrix().is_meta:
+                raise self._unknown("the order of the rows of its joint projection")
+            return found
+        copies = max(1, seen["v"].shape[1] // self.kv_heads)  # of each head of the values, where the model makes some
+        pairs = (found.value, seen["x"], seen["v"][:, ::copies]), (found.output, seen["u"], seen["y"])
+        for projection, x, y in pairs[: self.checked]:
+            given, made = (t.transpose(1, 2).flatten(2) if t.ndim == 4 else t for t in (x, y))
+            wanted = F.linear(given, projection.matrix(), projection.offset())
+            if self.checked == 1:  # an adapter keeps the bias to itself
+                made, wanted = (t - t.mean((0, 1)) for t in (made, wanted))
+            near = torch.finfo(wanted.dtype).eps ** 0.5
+            is_alike = made.shape == wanted.shape and torch.allclose(made, wanted, near, near, equal_nan=True)
+            if not is_alike and (self.checked == 2 or made.shape[1] == wanted.shape[1]):  # fewer were merged, as in PVT
+                what = f"{self.name} ({type(self.attention).__name__}) does more than multiply by W_V and W_proj"
+                raise NoSitesError(f"{what}, or has their rows in another order. {ADVICE}. {TOKENS_REMAIN}")
+        return found
 
     def output_projection(self) -> nn.Module | None:
         """W_proj, which BERT and others keep beside the attention; None under an unknown name."""
@@ -164,6 +189,8 @@ def _child(module: nn.Module, paths: tuple[str, ...]) -> nn.Module | None:
 class AnybodySite(NamedSite):
     """An attention that nobody described: what it returns is the branch's output."""
 
+    checked = 2
+
     def output_projection(self) -> nn.Module | None:
         """Asked for only where the attention is written into its block."""
         return super().output_projection() if self.block is self.attention else None
@@ -173,28 +200,6 @@ class AnybodySite(NamedSite):
         stages = {site.stage.rpartition(".") for site in self.stack.sites}
         is_beside = len({around for around, _, _ in stages}) == 1 and not any(name.isdigit() for _, _, name in stages)
         return super().refuse_first_values() if len(stages) > 1 and is_beside else None
-
-    def projections(self) -> Projections:
-        return self._verified
-
-    @cached_property
-    def _verified(self) -> Projections:
-        """Names promise nothing: where the attention runs on random tokens, it must do what the weights say."""
-        found, seen = self._found[0], self._seen
-        if self.block is self.attention or not seen.keys() >= {"v", "y"} or seen["x"].ndim != 3:
-            return found
-        copies = max(1, seen["v"].shape[1] // self.kv_heads)  # of each head of the values, where the model makes some
-        pairs = (found.value, seen["x"], seen["v"][:, ::copies]), (found.output, seen["u"], seen["y"])
-        for projection, x, y in pairs:
-            given, made = (t.transpose(1, 2).flatten(2) if t.ndim == 4 else t for t in (x, y))
-            wanted = F.linear(given, projection.matrix(), projection.offset())
-            tolerance = torch.finfo(wanted.dtype).eps ** 0.5
-            if made.shape != wanted.shape or not torch.allclose(made, wanted, rtol=tolerance, atol=tolerance):
-                raise NoSitesError(
-                    f"{self.name} ({type(self.attention).__name__}) does more than multiply by W_V and W_proj. "
-                    f"{ADVICE}. {TOKENS_REMAIN}"
-                )
-        return found
 
 
 def _layers(model: nn.Module) -> list[Layer]:

@@ -27,6 +27,7 @@ class HuggingFaceSite(NamedSite):
     """The attention of one layer of a transformers model."""
 
     interface = False  # whether its forward calls attention through the library's interface
+    checked = 1
 
     def refuse_first_values(self) -> str | None:
         if type(self.attention).__name__.startswith("Albert"):
