@@ -214,7 +214,7 @@ def test_rows_in_another_order_are_refused_and_not_explained(name, options):
     """H had the rows of keys or of other heads for those of values."""
     model = hf_zoo.tiny(f"{name}Model", **options)
     for ask in (lambda: ac.explain(model, progress=False), lambda: ac.mitigate(model, "eigen:negative")):
-        with pytest.raises(AcutanceError, match="order|heads · head_dim"):
+        with pytest.raises(AcutanceError, match=r"order|heads · head_dim"):
             ask()
 
 
@@ -247,6 +247,11 @@ def test_attention_without_a_softmax_is_refused_and_its_tokens_are_read():
     with ac.mitigate(model, "neutreno:0.6"), pytest.raises(AcutanceError, match="softmax and a product"):
         model(ids())
     assert len(ac.measure(model, [ids()], metrics=["token_cosine"], progress=False).readings) == DEPTH + 1
+
+
+def test_what_nobody_sees_is_not_explained():
+    with pytest.raises(AcutanceError, match="nobody saw the attention of 3 of 3 blocks"):
+        ac.explain(hf_zoo.tiny("YosoModel", **hf_zoo.TEXT), [ids()], progress=False)
 
 
 def test_a_norm_that_cannot_be_placed_is_not_known_rather_than_none():
