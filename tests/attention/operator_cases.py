@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from acutance.attention.operator import AttentionOperator
+from acutance import AttentionOperator
 
 KERNELS = ("softmax", "symmetric", "rbf", "linear", "polynomial")
 MASKINGS = ("none", "keys", "full", "causal", "causal+keys")

@@ -26,7 +26,7 @@ def hfc_lfc(x, order):
 
 
 ORACLES = {
-    "token_cosine": lambda x: 1 - distance.pdist(x, "cosine").mean() if len(x) > 1 else 1.0,
+    "token_cosine": lambda x: np.nan_to_num(1 - distance.pdist(x, "cosine")).mean() if len(x) > 1 else 1.0,
     "hfc_lfc_spectral": lambda x: hfc_lfc(x, 2),
     "hfc_lfc_frobenius": lambda x: hfc_lfc(x, "fro"),
     "rank_residual": lambda x: math.sqrt(((x - x.mean(0)) ** 2).sum() / (x**2).sum()),
