@@ -43,8 +43,9 @@ def test_minilm_reads_as_it_returns() -> None:
 @pytest.mark.slow
 def test_smollm2_is_unpacked_rightly(tmp_path: Path, monkeypatch) -> None:
     gguf = pytest.importorskip("gguf")
-    # transformers makes the same table of names again for every module, which takes longer than reading the file.
-    monkeypatch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
+    # transformers makes the same table of names again for every module, and reads the same file three times.
+    for slow in ("get_tensor_name_map", "GGUFReader"):
+        monkeypatch.setattr(gguf, slow, cache(getattr(gguf, slow)))
     smollm2 = load_model(f"hf:{packaged(SMOLLM2, '.gguf').parent}", head=True)
     (tmp_path / "question.txt").write_text("The capital of France is")
     (batch,) = smollm2.text_batches(tmp_path)

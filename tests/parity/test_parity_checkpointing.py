@@ -141,7 +141,9 @@ def test_compiled_block_by_block_outside_of_checkpoints(model, checkpointed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layers"), [(NON_REENTRANT, (1, 2, 3)), (REENTRANT, (1,)), (REENTRANT, (2,))])
-def test_compiled_inside_of_checkpoints_is_refused(model, kind, layers):
+def test_compiled_inside_of_checkpoints_is_refused(kind, layers):
+    torch._dynamo.reset()
+    model = SUBJECT.mitigated("multi-head", "neutreno").double()  # v⁰ is why
     for layer in model.body.layers:
         layer.compile(backend="aot_eager")
     wrap(model, kind, *layers)
