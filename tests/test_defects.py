@@ -4,6 +4,7 @@ So they stay, even where another test shows the same by names that 0.1 does not 
 """
 
 import json
+import math
 import os
 import resource
 import shutil
@@ -128,3 +129,11 @@ def test_tokens_that_are_dropped_or_moved_between_layers_are_refused(order: list
     ac.mitigate(model, "neutreno:0.4")
     with pytest.raises(ac.AcutanceError, match=r"v⁰|dropped"):
         model(torch.randn(1, 3, 16, 16).double())
+
+
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e6, 1e8])
+def test_entropy_of_sharp_attention_is_that_of_its_entries(size: float) -> None:
+    q, k = size**0.5 * torch.randn(2, 1, 4, 10, 32, generator=torch.Generator().manual_seed(0))
+    value = ac.metrics.attention_entropy(A := ac.AttentionOperator(q, k)).double()
+    torch.testing.assert_close(value, torch.special.entr(A.dense().double()).sum(-1).mean(-1), rtol=0, atol=1e-3)
+    assert 0 <= value.min() <= value.max() <= math.log(10)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from operator_cases import KERNELS, MASKINGS, assert_close, formula, make_case
 
-from acutance.attention.operator import AttentionOperator
+from acutance import AttentionOperator
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
