@@ -138,8 +138,8 @@ def test_only_what_fits_is_started_by_earlier_runs_or_by_the_file(tmp_path, queu
 
 def test_tables_pair_seeds_and_keep_choices_and_results_apart(tmp_path, queue):
     results, jobs = Results(tmp_path / "results.jsonl"), queue.jobs()
-    for job, top1 in zip(jobs[:3], (50.0, 53.0, 51.0), strict=True):
-        results.append(job, line(job, top1))
+    for job, top1, sessions in zip(jobs[:3], (50.0, 53.0, 51.0), (1, 1, 2), strict=True):
+        results.append(job, line(job, top1, sessions=sessions, seconds=20 / sessions))
     results.append(jobs[3], {"diverged": "the loss became nan", "seconds": 3.0})
     pages = {path.name: path.read_text() for path in write_tables(tmp_path / "queue.toml", results)}
     assert "| plain | 2 | 50.50 [44.15, 56.85] | 2.000 |" in pages["toy.md"]

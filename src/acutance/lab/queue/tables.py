@@ -169,12 +169,12 @@ def layers(rows: Sequence[RowResults]) -> str:
 
 
 def runs(rows: Sequence[RowResults]) -> str:
-    """The size and cost of a row's runs: medians over seeds."""
+    """The size and cost of a row's runs: medians over seeds. What a resumed run took is not known."""
     cells: Cells = {
         "parameters": partial(_listed, read=lambda line: f"{line['parameters']:,}"),
         "images seen": partial(_listed, read=lambda line: f"{line['images_seen']:,}"),
         "step, ms": partial(_median, name="step_ms"),
-        "run, s": partial(_median, name="seconds"),
+        "run, s": partial(_median, name="seconds", whole=True),
         "side by side": partial(_listed, read=lambda line: str(line["workers"])),
         "memory, MiB": partial(_median, name="memory_mib"),
         "on": partial(_listed, read=lambda line: line["machine"]),
@@ -206,8 +206,9 @@ def _listed(row: RowResults, *, read: Callable[[Line], str]) -> str:
     return ", ".join(sorted({read(line) for line in row.lines.values()}))
 
 
-def _median(row: RowResults, *, name: str) -> str:
-    found = [line[name] for line in row.lines.values() if line[name] is not None]
+def _median(row: RowResults, *, name: str, whole: bool = False) -> str:
+    lines = [line for line in row.lines.values() if line["sessions"] == 1 or not whole]
+    found = [line[name] for line in lines if line[name] is not None]
     return f"{median(found):,.1f}" if found else "–"
 
 
