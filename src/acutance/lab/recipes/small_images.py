@@ -35,18 +35,19 @@ def cifar100() -> Config:
     Expect 74.49 ± 0.23 % top-1 on the test set and with NeuTRENO (λ̃ = 0.6) 75.29 ± 0.15 %, trained on all images (mean
     and standard deviation of seeds 0, 1, 2; docs/evidence/cifar100). Published by others
     (https://arxiv.org/abs/2401.04301, poster), with unstated image size and patch: ViT-Ti 66.78 ± 0.1 %, ViT-Ti⁺
-    64.34 ± 0.3 %, ViT-Ti⁻ 66.62 ± 0.3 %. The spectra (eigen) have not been measured here yet.
+    64.34 ± 0.3 %, ViT-Ti⁻ 66.62 ± 0.3 %. With spectra (eigen) and half of the epochs there are scores on the held-out
+    slice (docs/evidence/queue/first-fruits.md).
 
     Make choices on the held-out slice. For a result, use `--set task.train_on=all` and the test set.
 
     Needs `cifar-100-python/` and one GPU, which holds and augments the images, for 5 million images seen.
     Time: 93 s of the loop on one H200 (torch 2.11.0) at 71,224 images/s, with NeuTRENO 94 to 98 s at 68,655 images/s.
     About 20 s of these pass before step 50; the very first run, which compiled everything, took 141 s. Spectra (eigen)
-    have not been timed, nor tried with `loop.graph`; `acutance bench --only eigen` times polar, householder and qr.
+    with `basis=polar` run with `loop.graph`; `acutance bench --only eigen` times polar, householder and qr.
 
         acutance train cifar100 --data-dir /data --set task.train_on=all
         acutance train cifar100 --data-dir /data --set task.train_on=all --set task.model.mitigation=neutreno:0.6
-        acutance train cifar100 --data-dir /data --set task.model.mitigation=eigen:negative --set loop.graph=false
+        acutance train cifar100 --data-dir /data --set task.model.mitigation=eigen:negative,basis=polar
         acutance evaluate runs/cifar100-train_on=all-seed0
     """
     model = ViTConfig(
