@@ -60,7 +60,7 @@ def demo(
 ) -> None:
     """Train three small ViTs on real digits, measure each by layer, and compare them on one HTML page.
 
-    Needs no network. Takes about a minute and a half on two CPU cores. You can stop it and start it again: finished
+    Needs no network. Takes about half a minute on two CPU cores. You can stop it and start it again: finished
     runs are reused, interrupted ones resume, and no half-written file is left behind.
     """
     from acutance.lab.demo import run_demo
@@ -353,7 +353,7 @@ def depth(
     """How does smoothing grow with depth before any training? Plain, Post-LN, NeuTRENO, LayerScale, ViT⁻ and ViT⁺.
 
     Networks are drawn with DeiT's initialisation (σ = 0.02) and with Xavier's, and measured on the embedded digits.
-    Takes about two minutes. You can stop it and start it again: finished networks are reused.
+    Takes about a minute. You can stop it and start it again: finished networks are reused.
 
     Example: acutance lab depth --depths 12,24 --seeds 2 --dim 48
     """

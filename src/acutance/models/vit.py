@@ -83,7 +83,7 @@ class BlockStack(ReferenceModel):
                 x, v0 = block(x, v0, weights)
             is_cut = not torch.compiler.is_compiling() and torch.is_grad_enabled() and not x.requires_grad
             if is_cut and any(parameter.requires_grad for parameter in block.parameters()):
-                raise AcutanceError("the block gets no gradient: use set_grad_checkpointing() or use_reentrant=False")
+                raise AcutanceError("re-entrant checkpointing cuts gradients off: set_grad_checkpointing() keeps them")
         return x
 
     def named_blocks(self) -> list[tuple[str, Block]]:
@@ -147,9 +147,9 @@ def resize_position_embedding(
     The prefix is kept. Bicubic is antialiased, as timm does it; bilinear is the public Segmenter's.
     """
     patches = pos_embed.shape[1] - prefix_tokens if pos_embed.ndim == 3 else -1
-    side = math.isqrt(max(patches, 0))
-    if side == 0 or side * side != patches:
-        raise ShapeError(f"pos_embed {tuple(pos_embed.shape)} is no square grid: see class_token, distilled, registers")
+    if not (side := math.isqrt(max(patches, 0))) or side * side != patches:
+        shape = f"{tuple(pos_embed.shape)} less {prefix_tokens} prefix tokens"
+        raise ShapeError(f"position embedding {shape} is no square grid: check class_token, distilled and registers")
     if (side, side) == tuple(grid):
         return pos_embed
     prefix, image = pos_embed[:, :prefix_tokens], pos_embed[:, prefix_tokens:]

@@ -144,7 +144,7 @@ def test_tables_pair_seeds_and_keep_choices_and_results_apart(tmp_path, queue):
     pages = {path.name: path.read_text() for path in write_tables(tmp_path / "queue.toml", results)}
     assert "| plain | 2 | 50.50 [44.15, 56.85] | 2.000 |" in pages["toy.md"]
     assert "| eigen − | 1 | 53.00 | 2.000 | +3.00 | – | – | 1 | not separated |" in pages["toy.md"]
-    assert "eigen −: diverged with seed 102." in pages["toy.md"]
+    assert "- eigen −: diverged with seed 102\n" in pages["toy.md"]
     assert "| plain | 1,234 | 5,678 | 1.5 | 20.0 | 1 | – | CPU | 0123456789 |" in pages["toy.md"]
     assert "| [A toy](toy.md) | tune | 2 | 2 | 4 of 4 |" in pages["README.md"]
     assert "No run is done yet." in pages["toy-final.md"]

@@ -24,10 +24,10 @@ SAYS = {
     "final": "Scores on the test set, which each configuration and seed was tested on once, with its last weights.",
 }
 ABOUT = (
-    "Beside {}: the mean difference at the same seeds, with its 95 % interval by Student's t; p of the paired t test, "
-    "by itself and after Holm's correction over the table; p of the exact sign-flip test, which n pairs cannot bring "
-    f"below 2^(1−n). Rows within ±{APART} of the first, or whose corrected p is 0.05 or more, are not separated from "
-    "it.\n"
+    "Rows are compared with {} at the same seeds: the mean difference with its 95 % interval by Student's t. The "
+    "paired t test gives p by itself, and after Holm's correction over the table. The exact sign-flip test gives "
+    f"another p, which n pairs cannot bring below 2^(1−n). A row within ±{APART} of the first is not separated from "
+    "it, nor is one whose corrected p is 0.05 or more.\n"
 )
 Line = Mapping[str, Any]
 
@@ -95,12 +95,9 @@ def page(block: Block, lines: Mapping[str, Line]) -> str:
         return "\n".join([*parts, "No run is done yet.\n"])
     parts += [scores(block, known), ABOUT.format(known[0].row.label)]
     parts += ["## By layer\n", layers(known), "## Runs\n", runs(known)]
-    missing = {
-        each.row.label: f"diverged with seed {', '.join(map(str, each.diverged))}" for each in found if each.diverged
-    }
-    missing |= {each.row.label: "no run yet" for each in found if not each.lines and not each.diverged}
-    if missing:
-        parts.append("; ".join(f"{label}: {why}" for label, why in missing.items()) + ".\n")
+    missing = [(each, "no run yet") for each in found if not each.lines and not each.diverged]
+    missing += [(each, f"diverged with seed {', '.join(map(str, each.diverged))}") for each in found if each.diverged]
+    parts += ["Missing:\n", "".join(f"- {each.row.label}: {why}\n" for each, why in missing)] if missing else []
     return "\n".join(parts)
 
 
@@ -173,10 +170,10 @@ def runs(rows: Sequence[RowResults]) -> str:
     cells: Cells = {
         "parameters": partial(_listed, read=lambda line: f"{line['parameters']:,}"),
         "images seen": partial(_listed, read=lambda line: f"{line['images_seen']:,}"),
-        "step, ms": partial(_median, name="step_ms"),
-        "run, s": partial(_median, name="seconds", whole=True),
-        "side by side": partial(_listed, read=lambda line: str(line["workers"])),
-        "memory, MiB": partial(_median, name="memory_mib"),
+        "step, ms": partial(_median, read=lambda line: line["step_ms"]),
+        "run, s": partial(_median, read=lambda line: line["seconds"] if line["sessions"] == 1 else None),
+        "at once, at most": partial(_listed, read=lambda line: str(line["workers"])),
+        "memory, MiB": partial(_median, read=lambda line: line["memory_mib"]),
         "on": partial(_listed, read=lambda line: line["machine"]),
         "commits": partial(_listed, read=lambda line: (line["git"] or {"commit": "unknown"})["commit"][:10]),
     }
@@ -206,9 +203,8 @@ def _listed(row: RowResults, *, read: Callable[[Line], str]) -> str:
     return ", ".join(sorted({read(line) for line in row.lines.values()}))
 
 
-def _median(row: RowResults, *, name: str, whole: bool = False) -> str:
-    lines = [line for line in row.lines.values() if line["sessions"] == 1 or not whole]
-    found = [line[name] for line in lines if line[name] is not None]
+def _median(row: RowResults, *, read: Callable[[Line], float | None]) -> str:
+    found = [value for line in row.lines.values() if (value := read(line)) is not None]
     return f"{median(found):,.1f}" if found else "–"
 
 
