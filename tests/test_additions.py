@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILES = ("metrics/tokens.py", "mitigations/xsa.py", "sites/towers.py", "lab/recipes/deep.py")
+FILES = ("metrics/tokens.py", "mitigations/pairnorm.py", "sites/towers.py", "lab/recipes/deep.py")
 USE = """
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ print(len(ac.sites.find(tower)), len(ac.explain(tower, progress=False).layers))
 cosines = nn.functional.cosine_similarity(x[:, :, None], x[:, None], dim=-1)
 widest = ac.measure(tower, [x], metrics=["widest_angle"])["widest_angle"][0]
 print(abs(widest - (1 - cosines.amin((1, 2)).mean())) < 1e-6)
-with ac.mitigate(tower, ac.XSA() + ac.NeuTRENO(0.6)):
+with ac.mitigate(tower, ac.PairNorm() + ac.NeuTRENO(0.6)):
     print((tower(x) - plain).abs().max() > 1e-3)
 print(recipes.summary("digits_deep"))
 """

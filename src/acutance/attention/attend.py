@@ -15,16 +15,19 @@ Hooks = Any  # a Mitigation, whose room is above this one
 
 def attend(call: AttentionCall, mitigation: Hooks = None, observer: Observer | None = None) -> tuple[Tensor, Tensor]:
     """u, laid out as the model's own product would have returned it, and the values that later layers get as v⁰."""
-    if mitigation is not None and "all_visible" in mitigation.requires:
-        call.refuse_hidden(mitigation)
+    if mitigation is not None:
+        call.check(mitigation)
     fused = _in_one_kernel(call, mitigation) if observer is None else None
     if fused is not None:
         return fused
     if mitigation is None:
         w, u = call.v, call.own(call.v)
     else:
-        w, (q, k, bias) = mitigation.values(call.v, call), mitigation.scores(call.q, call.k, call)
-        u = mitigation.output(call.own(w, q, k, bias), w, call)
+        w = mitigation.values(call.v, call)
+        q, k, bias = mitigation.scores(call.q, call.k, call)
+        if q is not call.q or k is not call.k or bias is not None:
+            call.scored = q, k, bias
+        u = mitigation.output(call.own(w), w, call)
     if observer is not None:
         call.values, call.output = w, u
     return u, call.v

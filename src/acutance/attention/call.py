@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from acutance.attention.operator import HIDDEN, OPTIONS, AttentionOperator, is_visible
-from acutance.attention.products import repeat_heads
+from acutance.attention.products import as_four_axes, repeat_heads, with_bias
 from acutance.errors import AcutanceError, ShapeError
 
 MISSING = object()  # what `first` holds where the first layer's values are not known
+MOST_TOKENS = 1024  # of a matrix that a mitigation forms, unless it is told to
+CACHE = "it needs earlier outputs, which no cache keeps: generate with use_cache=False"
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
@@ -42,6 +45,9 @@ class AttentionCall:
     dropout: float = 0.0  # on the attention weights in this pass
     packed: Tensor | None = None  # q, k and v side by side (batch, tokens, 3 · dim), where they are one tensor
     behind: int = 0  # how many of the keys belong to other tokens, and stand last
+    scored: tuple[Any, Any, Any] | None = (
+        None  # queries, keys and a bias on the logits, where a mitigation changed them
+    )
     previous: Any = None  # what the layer before handed to `keep`
     kept: Any = None  # what this layer handed to it
     operator: AttentionOperator | None = None  # see `A`
@@ -57,24 +63,35 @@ class AttentionCall:
             raise AcutanceError(f'{self.name}: call.v0 is unknown: a mitigation asks by requires = ("first_values",)')
         return self.first  # type: ignore[no-any-return]
 
-    def own(self, values: Tensor, q: Any = None, k: Any = None, bias: Any = None) -> Tensor:
+    def own(self, values: Tensor) -> Tensor:
         """A w by the model's own product: bit-exact, with its sinks, cache and dropout.
 
-        w is (batch, key heads, keys, any), all rows. A mitigation that changes scores gives other queries and keys, and
-        a bias on the logits.
+        w is (batch, key heads, keys, any), all rows. Where a mitigation changed the scores, A is what they make.
         """
         assert self.product is not None, "a record has no product"
         self.products += 1
         if self.products > 1 and self.dropout > 0 and self.weights is None:
             why = "draws anew in every product, and this mitigation needs several of one A: set it to 0"
             raise AcutanceError(f"{self.name}: attention dropout ({self.dropout:g}) {why}, or train in evaluation mode")
-        q, k = self.q if q is None else q, self.k if k is None else k
-        changed = () if q is self.q and k is self.k and bias is None else (q, k, bias)
-        return self.product(values, *changed)
+        u: Tensor = self.product(values, *(self.scored or ()))
+        return u
+
+    def again(self, u: Tensor) -> Tensor:
+        """A u for u (batch, heads, tokens, any), each head by its own A.
+
+        Under grouped queries the heads that share a key head go through its product side by side.
+        """
+        heads, kv_heads, group = u.shape[1], self.v.shape[1], u.shape[1] // self.v.shape[1]
+        if group == 1:
+            return self.own(u)
+        side_by_side = u.unflatten(1, (kv_heads, group)).transpose(2, 3).flatten(3)
+        found = self.own(side_by_side).unflatten(-1, (group, -1))  # (batch, heads, tokens, group, any)
+        places = (torch.arange(heads, device=u.device) % group)[None, :, None, None, None]
+        return found.gather(3, places.expand(*found.shape[:3], 1, found.shape[-1])).squeeze(3)  # type: ignore[no-any-return]
 
     def keep(self, x: Any) -> None:
-        """Hand something to the next layer, which finds it in `previous`."""
-        self.kept = x
+        """Hand something to the next layer, which finds it in `previous`; a tensor without its gradient."""
+        self.kept = x.detach() if isinstance(x, Tensor) else x
 
     @property
     def A(self) -> AttentionOperator:  # noqa: N802
@@ -82,12 +99,30 @@ class AttentionCall:
         if self.operator is None:
             if self.refusal is not None:
                 raise AcutanceError(f"{self.name}: {self.refusal}")
-            if self.q is None or self.k is None:
+            q, k, bias = self.scored or (self.q, self.k, None)
+            if q is None or k is None:
                 assert self.logits is not None, "a written softmax has its logits"
-                self.operator = AttentionOperator.from_logits(self.logits, self.sink, self.v.shape[1])
+                logits = self.logits if bias is None else self.logits + bias
+                self.operator = AttentionOperator.from_logits(logits, self.sink, self.v.shape[1])
             else:
-                self.operator = AttentionOperator(self.q, self.k, **{name: getattr(self, name) for name in OPTIONS})
+                options = {name: getattr(self, name) for name in OPTIONS}
+                if bias is not None:
+                    shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+                    mask = None if self.mask is None else as_four_axes(self.mask, shape, True)
+                    options["mask"] = with_bias(mask, bias)
+                self.operator = AttentionOperator(q, k, **options)
         return self.operator
+
+    def matrix(self, mitigation: Any) -> Tensor:
+        """A itself, with this pass's dropout, for a mitigation that cannot do without; refused for many tokens."""
+        tokens = self.v.shape[2]
+        if tokens > MOST_TOKENS and not mitigation.large:
+            gib = self.A.shape[0] * self.A.heads * tokens**2 * 4 / 2**30
+            raise AcutanceError(
+                f"{mitigation.spec} forms the whole attention matrix, {gib:.1f} GiB a layer for {tokens} tokens: write "
+                f"{mitigation.name}:large=true to have it above {MOST_TOKENS} tokens"
+            )
+        return F.dropout(self.A.dense(), self.dropout)
 
     def rows(self, values: Tensor, u: Tensor) -> Tensor:
         """Values brought to the heads and rows of u.
@@ -120,7 +155,34 @@ class AttentionCall:
         zeros = (torch.zeros_like(x[..., :1]) for x in (self.A.q, self.A.k))  # all logits alike
         return AttentionOperator(*zeros, mask=self.visible(), causal=self.causal).apply(repeat_heads(w, self.A.heads))
 
-    def refuse_hidden(self, mitigation: Any) -> None:
+    def among_seen(self, q: Tensor, k: Tensor, scale: float = 1.0) -> AttentionOperator:
+        """Attention of one head among tokens (batch, tokens, any), over those that each sees in the model's own."""
+        seen = None if self.mask is None and self.q is not None else self.visible()
+        first = None if seen is None else seen[:, :1]
+        return AttentionOperator(q[:, None], k[:, None], mask=first, causal=self.causal, scale=scale)
+
+    def seen_mean(self, x: Tensor) -> Tensor:
+        """The mean of the tokens x (batch, tokens, dim) that each token can see; one row where all see the same."""
+        if self.q is not None and self.mask is None and not self.causal:
+            return x.mean(dim=-2, keepdim=True)
+        zeros = torch.zeros_like(x[..., :1])
+        return self.among_seen(zeros, zeros).apply(x[:, None])[:, 0]
+
+    def check(self, mitigation: Any) -> None:
+        """Refuse a mitigation where this pass does not have what it requires."""
+        if "all_visible" in mitigation.requires:
+            self._refuse_hidden(mitigation)
+        asked = self.q if self.q is not None else self.logits
+        if "square" in mitigation.requires and asked is not None and asked.shape[2] != self.v.shape[2]:
+            why = f"its {self.v.shape[2]} keys are not of its {asked.shape[2]} queries' tokens alone"
+            raise AcutanceError(f"{self.name}: {mitigation.spec} applies A to its own output, but {why}. {CACHE}")
+        if "previous_values" in mitigation.requires and self.previous is None and self.layer > 1:
+            raise AcutanceError(
+                f"{self.name}: {mitigation.spec} needs the layer before, which has none of it: name consecutive layers "
+                "from the first, and keep checkpointing to whole blocks"
+            )
+
+    def _refuse_hidden(self, mitigation: Any) -> None:
         """Refuse a mean over all tokens where some of them are hidden from others."""
         visible = None if self.causal or (self.mask is None and self.q is not None) else self.visible()
         if self.causal or (visible is not None and (torch.compiler.is_compiling() or not bool(visible.all()))):

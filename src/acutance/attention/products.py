@@ -117,6 +117,13 @@ def as_four_axes(mask: Tensor, shape: tuple[int, int, int, int], exponential: bo
     return mask.view(axes).expand(-1, -1, -1, keys)
 
 
+def with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
+    """A mask with numbers added to what it shows."""
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias
+
+
 def open_rows(mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | float]:
     """The mask with fully masked rows opened, where those rows are, and what was taken from the biases of each row.
 

@@ -10,10 +10,18 @@ from acutance.mitigations.attnscale import AttnScale
 from acutance.mitigations.base import REGISTRY, Combined, LayerShape, Mitigation, as_mitigation, parse, register
 from acutance.mitigations.eigen import Eigen, eigen_of
 from acutance.mitigations.featscale import FeatScale
+from acutance.mitigations.gate import Gate
+from acutance.mitigations.mv_split import MVSplit
 from acutance.mitigations.neutreno import NeuTRENO
+from acutance.mitigations.shaped import Shaped
+from acutance.mitigations.sink import Sink
+from acutance.mitigations.talking_heads import TalkingHeads
+from acutance.mitigations.value_residual import ValueResidual
+from acutance.mitigations.xsa import XSA
 
 __all__ = ["REGISTRY", "Combined", "LayerShape", "Mitigation", "as_mitigation", "parse", "register"]
-__all__ += ["AttnScale", "Eigen", "FeatScale", "NeuTRENO", "eigen_of"]
+__all__ += ["AttnScale", "Eigen", "FeatScale", "Gate", "MVSplit", "NeuTRENO", "Shaped", "Sink", "TalkingHeads"]
+__all__ += ["XSA", "ValueResidual", "eigen_of"]
 
 for _file in pkgutil.iter_modules(__path__):
     import_module(f"{__name__}.{_file.name}")

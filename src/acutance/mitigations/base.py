@@ -6,6 +6,7 @@ It can be written as one line of text: `neutreno:0.6+featscale`.
 from __future__ import annotations
 
 import copy
+import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable
@@ -78,9 +79,17 @@ class Mitigation(nn.Module):
 
     name: ClassVar[str] = ""
     positional: ClassVar[str | None] = None  # the option that a spec may give without its key, right after the colon
-    # What it needs: first_values (call.v0), all_visible (no mask hides a token), all_tokens (after W_proj, a sample's
-    # tokens together), nothing_between (u goes to W_proj as it is). Checked when it is installed and when it is called.
+    # What it needs, checked when it is installed and when it is called:
+    #   first_values     call.v0
+    #   previous_values  call.previous, what the layer before gave to call.keep
+    #   residual         call.residual, the tokens that enter the block
+    #   all_visible      no mask hides a token, and attention is not causal
+    #   all_tokens       after W_proj, a sample's tokens together, not in windows
+    #   square           as many queries as keys, of the same tokens: none in a cache
+    #   nothing_between  u goes to W_proj as it is
+    #   plain_attention  A as the model makes it: no part before it changes what A does to values
     requires: tuple[str, ...] = ()
+    changes_attention: ClassVar[bool] = False  # whether u is no longer A w, with the model's A, after it
     shape: LayerShape | None = None  # set once built for a layer
     distance: float | None = None  # ‖H − H₀‖/‖H₀‖ (‖H‖ if H₀ = 0) where it replaced the H₀ of a trained layer
 
@@ -209,6 +218,14 @@ class Combined(Mitigation):
         super().__init__()
         self.parts: Any = nn.ModuleList(part for given in parts for part in parts_of(given))
         self.requires = tuple(need for part in parts_of(self) for need in part.requires)
+        earlier: Mitigation | None = None
+        for part in parts_of(self):
+            if earlier is not None and "plain_attention" in part.requires:
+                raise AcutanceError(
+                    f"{part.name} needs the model's A, which {earlier.name} before it has changed: write "
+                    f"{part.spec}+{earlier.spec}"
+                )
+            earlier = part if part.changes_attention else earlier
 
     def unparametrise(self, value: Projection, output: Projection) -> None:
         for part in reversed(self.parts):
@@ -252,8 +269,10 @@ def parse(spec: str) -> Mitigation:
         return Combined(map(parse, spec.split("+")))
     name, _, arguments = spec.strip().partition(":")
     if (cls := REGISTRY.get(name.lower())) is None:
+        near = difflib.get_close_matches(name.lower(), REGISTRY, n=1)
+        meant = f", did you mean {near[0]!r}?" if near else ";"
         known = ", ".join(sorted(REGISTRY))
-        raise AcutanceError(f"unknown mitigation {name!r}; known: {known}; write it like {EXAMPLE}")
+        raise AcutanceError(f"unknown mitigation {name!r}{meant} known: {known}; write it like {EXAMPLE}")
     names, options = list(cls.options()), dict[str, Any]()
     for argument in arguments.split(",") if arguments else []:
         key, equals, value = (piece.strip() for piece in argument.partition("="))

@@ -90,12 +90,18 @@ class Attention(nn.Module):
         return Projections(q, k, v, Projection(self.proj))
 
     def forward(
-        self, x: Tensor, v0: Tensor | None, weights: Weights | None = None, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, AttentionCall | None]:
-        """The branch's output, the first layer's values, and the call if the mitigation's `stream` needs it.
+        self,
+        x: Tensor,
+        v0: Tensor | None,
+        weights: Weights | None = None,
+        residual: Tensor | None = None,
+        previous: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Any, AttentionCall | None]:
+        """The branch's output, the first layer's values, what the mitigation keeps, and the call for its `stream`.
 
         In the first layer v0 is None. `weights` are W_V and W_proj, if a mitigation made them for all layers at once;
-        an argument, so that checkpointing does not make them again. `residual` is what the branch is added to.
+        an argument, so that checkpointing does not make them again. `residual` is what the branch is added to,
+        `previous` what the layer before kept.
         """
         weights = weights_together([self.mitigation])[0] if weights is None else weights
         joint = getattr(self, self.joint)
@@ -110,14 +116,22 @@ class Attention(nn.Module):
             queries, keys = q if new_q is None else new_q, k if new_k is None else new_k
             return AttentionOperator(queries, keys, mask=bias, **options).apply(values, dropout)
 
-        tensors: dict[str, Any] = {"x": x, "residual": residual, "q": q, "k": k, "v": v, "first": v0}
+        tensors: dict[str, Any] = {
+            "x": x,
+            "residual": residual,
+            "q": q,
+            "k": k,
+            "v": v,
+            "first": v0,
+            "previous": previous,
+        }
         call = AttentionCall(layer=self.layer, **tensors, product=own, packed=packed, dropout=dropout, **options)
         u, values = attend(call, self.mitigation, self.observer)
         merged = u.transpose(1, 2).flatten(2)
         y = self.proj(merged) if weights is None else F.linear(merged, weights[1], self.proj.bias)
         y = finish(y, call, self.mitigation, self.observer)
         first = values if v0 is None else v0
-        return self.proj_drop(y), first, call if self.mitigation.overrides("stream") else None
+        return self.proj_drop(y), first, call.kept, call if self.mitigation.overrides("stream") else None
 
 
 class Mlp(nn.Module):
@@ -179,11 +193,15 @@ class Block(nn.Module):
         self.ls2 = nn.Identity() if gain is None else LayerScale(config.dim, gain)
         self.drop_path2 = DropPath(drop_path)
 
-    def forward(self, x: Tensor, v0: Tensor | None, weights: Weights | None = None) -> tuple[Tensor, Tensor]:
-        y, first, call = self.attn(x if self.post_norm else self.norm1(x), v0, weights, x)
+    def forward(
+        self, x: Tensor, v0: Tensor | None, weights: Weights | None = None, previous: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """The tokens, the first layer's values and, if a mitigation keeps something for the next layer, that."""
+        y, first, kept, call = self.attn(x if self.post_norm else self.norm1(x), v0, weights, x, previous)
         out = x + self.drop_path1(self.ls1(y)).to(x.dtype)  # a float32 gain leaves the stream's dtype as it is
         out = self.norm1(out) if self.post_norm else out
         y = self.mlp(out if self.post_norm else self.norm2(out))
         out = out + self.drop_path2(self.ls2(y)).to(out.dtype)
         out = self.norm2(out) if self.post_norm else out
-        return out if call is None else self.attn.mitigation.stream(x, out, call), first
+        out = out if call is None else self.attn.mitigation.stream(x, out, call)
+        return (out, first) if kept is None else (out, first, kept)

@@ -74,13 +74,14 @@ class BlockStack(ReferenceModel):
     def run_blocks(self, x: Tensor) -> Tensor:
         """All blocks, with v⁰ passed from each to the next."""
         v0: Tensor | None = None
+        kept: list[Tensor] = []  # what a mitigation of the block before hands on
         # Wrapped for sharding, say, a block makes its weights itself: only inside are the parameters whole.
         made = weights_together([block.attn.mitigation if type(block) is Block else None for block in self.blocks])
         for block, weights in zip(self.blocks, made, strict=True):
             if self.checkpointing and torch.is_grad_enabled():
-                x, v0 = checkpoint(block, x, v0, weights, use_reentrant=False)
+                x, v0, *kept = checkpoint(block, x, v0, weights, *kept, use_reentrant=False)
             else:
-                x, v0 = block(x, v0, weights)
+                x, v0, *kept = block(x, v0, weights, *kept)
             is_cut = not torch.compiler.is_compiling() and torch.is_grad_enabled() and not x.requires_grad
             if is_cut and any(parameter.requires_grad for parameter in block.parameters()):
                 raise AcutanceError("re-entrant checkpointing cuts gradients off: set_grad_checkpointing() keeps them")

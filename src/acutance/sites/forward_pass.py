@@ -43,12 +43,12 @@ class ForwardPass:
         self.lost = False  # whether v⁰ came out of blocks without its gradient
         self.call: AttentionCall | None = None  # until its W_proj has run
         self.attention: AttentionCall | None = None  # the same, until its block has run
-        self.previous: Any = None  # what the layer before kept
+        self.kept: dict[int, Any] = {}  # by layer: what it handed to the next one, without gradients
         self.order: TokenOrder | None = None  # of the tokens, in the first pass of a mitigation with v⁰
 
     def forget(self) -> None:
-        """Hold no tensor longer than the pass, but for v⁰, which a recomputation needs."""
-        self.x = self.entering = self.call = self.attention = self.previous = None
+        """Hold no tensor longer than the pass, but for those that a recomputation needs."""
+        self.x = self.entering = self.call = self.attention = None
 
 
 class _Local(threading.local):  # not a ContextVar, which Dynamo cannot trace
@@ -146,7 +146,7 @@ class Passes:
     def _again(self, found: ForwardPass | None) -> ForwardPass:
         again = ForwardPass(_graph(), self.current(), again=True)
         if found is not None:
-            again.v0, again.lost, again.last = found.v0, found.lost, found.last
+            again.v0, again.lost, again.last, again.kept = found.v0, found.lost, found.last, found.kept
         self._local.passes["now"] = again
         return again
 

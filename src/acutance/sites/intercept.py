@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from acutance.attention.operator import AttentionOperator
+from acutance.attention.products import with_bias
 from acutance.errors import AcutanceError
 
 # Tuples: Dynamo of torch 2.6 cannot look a function up in a set.
@@ -242,13 +243,6 @@ def _mask(mask: Tensor, query: Tensor, split: Callable[[Tensor], Tensor]) -> Ten
 def causal_mask(q: Tensor, k: Tensor) -> Tensor:
     """True where torch's `is_causal` lets a query see a key."""
     return torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-
-
-def with_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
-    """A mask with numbers added to what it shows."""
-    if mask is None:
-        return bias
-    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias
 
 
 def written_product(x: Tensor, known: Map, func: Any, value: Tensor) -> Product:

@@ -227,8 +227,11 @@ class PatchedSite(AttentionSite):
                 self._refuse_tokens(mitigation, product.v, now)
             if "first_values" in requires and self.layer > 1:
                 v0 = first_values(now, self.name)
-        known = {"name": self.name, "x": now.entering, "residual": now.x, "previous": now.previous}
-        known["behind"] = now.behind
+        known: dict[str, Any] = {"name": self.name, "x": now.entering, "behind": now.behind}
+        if mitigation is not None:
+            known["previous"] = now.kept.get(self.layer - 1)
+            if now.x is not None and (mitigation.overrides("stream") or "residual" in mitigation.requires):
+                known["residual"] = self.tokens(now.x)
         call = AttentionCall(layer=self.layer, v=product.v, first=v0, product=product.own, **known, **product.about)
         if now.order is not None and now.entering is not None:
             now.order.attend(self.name, now.entering)
@@ -237,7 +240,8 @@ class PatchedSite(AttentionSite):
             now.v0, now.with_grad = values, torch.is_grad_enabled()
         now.attended += 1
         now.call = now.attention = call
-        now.previous = call.kept
+        if call.kept is not None:
+            now.kept[self.layer] = call.kept
         return u
 
     def finish(self, y: Tensor, now: ForwardPass) -> Tensor:
@@ -275,7 +279,8 @@ class PatchedSite(AttentionSite):
             now.order.leave_block(output)
         if call is not None and mitigation is not None and mitigation.overrides("stream"):
             assert call.residual is not None, "known as the block was entered"
-            x = mitigation.stream(call.residual, tokens_out(output), call)
+            out = tokens_out(output)
+            x = self.like(mitigation.stream(call.residual, self.tokens(out), call), out)
             output = x if isinstance(output, Tensor) else (x, *output[1:])
         self._leave()
         return output
@@ -307,11 +312,10 @@ class PatchedSite(AttentionSite):
     def refuse(self, mitigation: Mitigation) -> None:
         super().refuse(mitigation)
         reason = self.refuse_first_values() if "first_values" in mitigation.requires else None
-        if reason is None and "all_tokens" in mitigation.requires:
-            if has_windows(self.attention):
-                reason = "its W_proj sees one window at a time, so the mean would not run over the image's tokens"
-            elif getattr(self.attention, "is_causal", False):
-                reason = "its attention is causal, and the mean over tokens would show them the future"
+        if reason is None and "all_tokens" in mitigation.requires and has_windows(self.attention):
+            reason = "its W_proj sees one window at a time, so the mean would not run over the image's tokens"
+        if reason is None and "all_visible" in mitigation.requires and getattr(self.attention, "is_causal", False):
+            reason = "its attention is causal, and the mean over tokens would show them the future"
         if reason is not None:
             raise AcutanceError(f"{mitigation.spec} cannot be used in {self.name}: {reason}")
 

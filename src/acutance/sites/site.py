@@ -118,6 +118,10 @@ class AttentionSite(ABC):
         """What goes through the block, as (batch, tokens, dim); a grid of tokens is read row by row."""
         return grid_as_tokens(self.block, x)
 
+    def like(self, tokens: Tensor, x: Tensor) -> Tensor:
+        """Tokens (batch, tokens, dim) in the layout of x, from which `tokens` makes them."""
+        return tokens.reshape(x.shape)
+
     def refuse(self, mitigation: Mitigation) -> None:
         """Raise where this layer does not have what the mitigation requires."""
         reason = self.between() if "nothing_between" in mitigation.requires else None

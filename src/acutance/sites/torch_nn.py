@@ -55,6 +55,11 @@ class MultiheadSite(NamedSite):
             return x[None]
         return x.transpose(0, 1) if x.ndim == 3 and not self.block_is_batch_first() else super().tokens(x)
 
+    def like(self, tokens: Tensor, x: Tensor) -> Tensor:
+        if x.ndim == 2:
+            return tokens[0]
+        return tokens.transpose(0, 1) if x.ndim == 3 and not self.block_is_batch_first() else super().like(tokens, x)
+
     def block_is_batch_first(self) -> bool:
         """Whether the block is given (batch, tokens, dim), whatever its attention takes."""
         batch_first: bool = self.attention.batch_first

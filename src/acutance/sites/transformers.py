@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from acutance.attention.products import with_bias
 from acutance.errors import AcutanceError
 from acutance.sites import record, structure
-from acutance.sites.intercept import SINKS, Product, causal_mask, with_bias
+from acutance.sites.intercept import SINKS, Product, causal_mask
 from acutance.sites.named import NamedSite
 from acutance.sites.patched import SITE
 from acutance.sites.site import Library
