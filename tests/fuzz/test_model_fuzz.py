@@ -31,6 +31,13 @@ REMEDIES = {  # every mitigation has a row here, and its formula in parity_formu
     "neutreno": ["", "learn=head", "learn=layer", "detach=true", "learn=head,detach=true"],
     "attnscale": [""],
     "featscale": ["", "doubled=true"],
+    "value_residual": ["", "learn=head", "learn=layer", "shared=true"],
+    "xsa": ["", "gated=true"],
+    "gate": ["head", "channel"],
+    "shaped": [""],
+    "sink": ["0.5", "-1.0,learn=none"],
+    "talking_heads": [""],
+    "mv_split": ["", "0.5,alpha=0.2"],
     "eigen": [f"sign=negative,basis={basis},spectrum=square" for basis in ("qr", "polar", "cayley", "householder")]
     + [f"sign={sign},basis=inverse,spectrum={kind}" for sign, kind in (("free", "square"), ("positive", "bounded"))],
 }
@@ -65,6 +72,11 @@ class Model(SimpleNamespace):
         depth = 4 if self.family == "gemma4" else 3 if self.family in FAMILIES else self.depth
         return range(1, depth + 1, 2 if self.odd_layers else 1)
 
+    def follows(self, late, early):
+        """Whether a part of the one kind comes after a part of the other, which has changed A."""
+        kinds = [part.partition(":")[0] for part in self.parts]
+        return late in kinds and early in kinds[: kinds.index(late)]
+
     @property
     def must_be_refused(self):
         """Because what a mitigation needs is not there."""
@@ -73,7 +85,9 @@ class Model(SimpleNamespace):
         groups = self.family in ("llama", "written") and self.kv_heads < HEADS
         return (
             ("featscale" in self.kinds and (self.family in CAUSAL or self.layout != "none"))
-            or ("neutreno" in self.kinds and widths != {both[0]})
+            or (self.kinds & {"neutreno", "value_residual"} and widths != {both[0]})
+            or ("mv_split" in self.kinds and self.way == "cache")
+            or any(self.follows(late, early) for late in ("sink",) for early in ("sink", "shaped", "talking_heads"))
             or ("eigen" in self.kinds and (groups or widths != {3}))
         )
 

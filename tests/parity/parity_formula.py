@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -64,28 +65,145 @@ def with_plain_weights(
 
 
 def learnt(state, attention):
-    """The learnt parameters of an attention's mitigation, by name."""
-    return {path.rpartition(".")[2]: p for path, p in state.items() if path.startswith(f"{attention}.mitigation.")}
+    """The learnt parameters of an attention's mitigation, by their paths in it."""
+    start = f"{attention}.mitigation."
+    return {path.removeprefix(start): p for path, p in state.items() if path.startswith(start)}
 
 
-def attend(q, k, v, first, own, *, parts=PARTS, mask=None, cut=False, strength=0.0, scale=None, softcap=None):
-    """u per head, (batch, heads, tokens, head_dim). k, v and first may have fewer heads; `own` has learnt parameters.
+def of_part(own, parts, index):
+    """Those of one part, by name; of the parity table's mitigations no two share a name."""
+    if parts is PARTS or len(parts) == 1:
+        return {path.rpartition(".")[2]: p for path, p in own.items()}
+    start = f"parts.{index}."
+    return {path.removeprefix(start): p for path, p in own.items() if path.startswith(start)}
 
-    AttnScale: u ← (1 + ω) u − ω U v, with U the mean over visible tokens. NeuTRENO: u ← u + λ̃ (v⁰ − v).
+
+def hooks(stage, at):
+    """The formulas of a stage for the parts of one layer, in order: name, options, learnt parameters, formula."""
+    for index, part in enumerate(at.parts):
+        name, _, options = part.partition(":")
+        formula = FORMULAS.get((name, stage))
+        if formula is not None:
+            given = dict(option.split("=") for option in options.split(",") if "=" in option)
+            yield partial(formula, at, of_part(at.own, at.parts, index), given | {"": options.partition(",")[0]})
+
+
+def attend(q, k, v, first, own, *, parts=PARTS, mask=None, cut=False, strength=0.0, scale=None, softcap=None, **more):
+    """One layer's attention and all about it, with dense matrices; k, v and first may have fewer heads.
+
+    The first layer has no `first`. `own` has learnt parameters, `more` x and what the layer before had.
     """
     k, v, first = (x if x is None else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v, first))
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    u = (scores if mask is None else scores + mask).softmax(-1).to(v.dtype) @ v
-    for part in parts:
-        if part.startswith("attnscale") and "gain" in own:
-            gain, seen = own["gain"].to(u.dtype)[:, None, None], torch.ones_like(scores)
-            seen = seen if mask is None else seen * (mask > HIDDEN)
-            u = (1 + gain) * u - gain * ((seen / seen.sum(-1, keepdim=True).clamp_min(1)).to(v.dtype) @ v)
-        if part.startswith("neutreno") and first is not None and ("learnt_strength" in own or strength):
-            pull = own["learnt_strength"].to(u.dtype)[:, None, None] if "learnt_strength" in own else strength
-            u = u + pull * ((first.detach() if cut or "detach" in part else first) - v)
-    return u
+    at = SimpleNamespace(q=q, k=k, w=v, v=v, first=first, own=own, parts=parts, cut=cut, strength=strength, **more)
+    at.scale = q.shape[-1] ** -0.5 if scale is None else scale
+    for change in hooks("values", at):
+        at.w = change()
+    for change in hooks("queries", at):
+        at.q = change()
+    at.logits = at.q @ k.transpose(-1, -2) * at.scale
+    at.logits = at.logits if softcap is None else softcap * torch.tanh(at.logits / softcap)
+    at.seen = torch.ones_like(at.logits) if mask is None else torch.ones_like(at.logits) * (mask > HIDDEN)
+    at.logits = at.logits if mask is None else at.logits + mask
+    for change in hooks("logits", at):
+        at.logits = change()
+    at.A = at.logits.softmax(-1).to(v.dtype)
+    at.u = at.A @ at.w
+    for change in hooks("output", at):
+        at.u = change()
+    return at
+
+
+def column(x, like):
+    """Numbers for all heads, or one for each (key) head, against (heads, tokens, head_dim)."""
+    return (
+        x.repeat_interleave(like.shape[1] // len(x)).to(like.dtype)[:, None, None] if len(x) > 1 else x.to(like.dtype)
+    )
+
+
+def uniform(at):
+    """C, the mean over the tokens that each token sees."""
+    return (at.seen / at.seen.sum(-1, keepdim=True).clamp_min(1)).to(at.w.dtype)
+
+
+def attnscale(at, own, _given):
+    """u ← (1 + ω) u − ω U v, with U the mean over visible tokens."""
+    if "gain" not in own:
+        return at.u
+    gain = column(own["gain"], at.u)
+    return (1 + gain) * at.u - gain * (uniform(at) @ at.w)
+
+
+def neutreno(at, own, given):
+    """u ← u + λ̃ (v⁰ − v)."""
+    if at.first is None or not ("learnt_strength" in own or at.strength):
+        return at.u
+    pull = column(own["learnt_strength"], at.u) if "learnt_strength" in own else at.strength
+    return at.u + pull * ((at.first.detach() if at.cut or "detach" in given else at.first) - at.w)
+
+
+def value_residual(at, own, given):
+    """λ₁ v + λ₂ v⁰."""
+    if at.first is None:
+        return at.w
+    if "own" in own:
+        return column(own["own"], at.w) * at.w + column(own["first"], at.w) * at.first
+    return at.first if "shared" in given else at.w / 2 + at.first / 2
+
+
+def xsa(at, own, _given):
+    """u without its share along v̂."""
+    unit = at.w / at.w.norm(dim=-1, keepdim=True)
+    alpha = torch.tanh(column(own["gain"], at.u)) if "gain" in own else 1.0
+    return at.u - alpha * torch.einsum("bhnd,bhnd,bhne->bhne", at.u, unit, unit)
+
+
+def gate(at, own, _given):
+    """2σ(W_g x), for each head or each channel."""
+    gates = 2 / (1 + torch.exp(-torch.einsum("bnc,gc->bng", at.x, own["weight"])))
+    return at.u * gates.reshape(*gates.shape[:2], at.u.shape[1], -1).transpose(1, 2)
+
+
+def shaped(at, own, _given):
+    """α + β A − γ C."""
+    one, two, three = (column(own[name], at.u) for name in ("own", "attended", "mean"))
+    return one * at.w + two * at.u - three * (uniform(at) @ at.w)
+
+
+def sink(at, own, given):
+    """One more column of the softmax, which is dropped."""
+    start = torch.full((at.u.shape[1],), float(given[""] or 0)).to(at.u)
+    more = own.get("logits", start)[None, :, None, None].expand(*at.logits.shape[:3], 1)
+    return at.u * torch.cat([at.logits, more.to(at.logits)], -1).softmax(-1)[..., :-1].sum(-1, keepdim=True)
+
+
+def talking_heads(at, own, _given):
+    """Heads of A mixed by 1 + the learnt matrix; what was added to u before stays."""
+    return at.u + torch.einsum("hg,bgij,bhjd->bhid", own["mixing"].to(at.A), at.A, at.w)
+
+
+def featscale(at, own, given):
+    return rescale(at.y, own, 2 if "doubled" in given else 1) if "low" in own else at.y
+
+
+def rescale(y, own, times=1):
+    """FeatScale: the branch's mean over tokens and the rest of the branch are rescaled per channel."""
+    mean = y.mean(-2, keepdim=True)
+    return y + times * (own["low"].to(y.dtype) * mean + own["high"].to(y.dtype) * (y - mean))
+
+
+def mv_split(at, _own, given):
+    """β (f − f̄) + α (f̄ − x̄)."""
+    means, beta, alpha = uniform(at)[:, 0], float(given[""] or 0.03), float(given.get("alpha", 0))
+    return beta * (at.y - means @ at.y) + alpha * (means @ at.y - means @ at.residual)
+
+
+FORMULAS = {
+    ("value_residual", "values"): value_residual,
+    ("attnscale", "output"): attnscale, ("neutreno", "output"): neutreno, ("xsa", "output"): xsa,
+    ("gate", "output"): gate, ("shaped", "output"): shaped, ("sink", "output"): sink,
+    ("talking_heads", "output"): talking_heads,
+    ("featscale", "features"): featscale, ("mv_split", "features"): mv_split,
+}  # fmt: skip
 
 
 def rotate(x, rope):
@@ -94,15 +212,6 @@ def rotate(x, rope):
     even, odd = x[:, :, 1:, ::2], x[:, :, 1:, 1::2]
     turned = torch.stack([-odd, even], -1).flatten(-2)
     return torch.cat([x[:, :, :1], (x[:, :, 1:] * cosines + turned * sines).to(x.dtype)], 2)
-
-
-def rescale(y, own, parts=PARTS):
-    """FeatScale: the branch's mean over tokens and the rest of the branch are rescaled per channel."""
-    for part in parts if "low" in own else ():
-        if part.startswith("featscale"):
-            mean, times = y.mean(-2, keepdim=True), 2 if "doubled" in part else 1
-            y = y + times * (own["low"].to(y.dtype) * mean + own["high"].to(y.dtype) * (y - mean))
-    return y
 
 
 class Plain:
@@ -115,7 +224,7 @@ class Plain:
     def __init__(self, model, layers, *, heads=None, parts=lambda layer: PARTS, mask=None, strength=0.0, cut=None):
         names = {module: name for name, module in model.named_modules()}
         self.model, self.heads, self.parts, self.mask = model, heads, parts, mask
-        self.strength, self.cut, self.first, self.state = strength, cut, None, {}
+        self.strength, self.cut, self.first, self.state, self.at = strength, cut, None, {}, None
         self.layers = {attention: (layer, names[attention]) for layer, (attention, _) in enumerate(layers, 1)}
         if is_of_transformers := hasattr(model, "set_attn_implementation"):
             from transformers import AttentionInterface, AttentionMaskInterface
@@ -124,8 +233,13 @@ class Plain:
             AttentionInterface.register("plain_formula", self.of_transformers)
             AttentionMaskInterface.register("plain_formula", eager_mask)
             model.set_attn_implementation("plain_formula")
+        self.x = {}  # what entered an attention
         for attention, projection in layers:
-            projection.register_forward_hook(lambda _module, _args, y, at=attention: rescale(y, *self.of(at)[1:]))
+            projection.register_forward_hook(lambda _module, _args, y: self.features(y))
+            block = model.get_submodule(re.match(r"(.*?(^|\.)\d+)\.", names[attention])[1])
+            block.register_forward_pre_hook(self.enter, with_kwargs=True)
+            block.register_forward_hook(lambda _module, _args, output: self.stream(output))
+            attention.register_forward_pre_hook(self.enter_attention, with_kwargs=True)
             if not is_of_transformers:
                 attention.forward = partial(self.forward, attention, projection)
 
@@ -134,23 +248,47 @@ class Plain:
         own = {name: state[name] for name, _ in self.model.named_parameters()}
         return torch.func.functional_call(self.model, own, args, options)
 
-    def of(self, attention):
-        """A layer's number, its learnt parameters, and the names of its mitigations."""
-        layer, path = self.layers[attention]
-        return layer, learnt(self.state, path), self.parts(layer)
+    def enter_attention(self, attention, args, options):
+        """Before an attention: its tokens."""
+        self.x[attention] = args[0] if args else options["hidden_states"]
+
+    def enter(self, _block, args, options):
+        """Before a block: what enters it."""
+        self.residual = args[0] if args else options["hidden_states"]
 
     def attend(self, attention, q, k, v, **options):
         if attention not in self.layers:  # cross-attention
-            return attend(q, k, v, None, {}, **options)
-        layer, own, parts = self.of(attention)
+            return attend(q, k, v, None, {}, **options).u
+        layer, path = self.layers[attention]
         self.first = v if layer == 1 else self.first
-        options |= {"parts": parts, "strength": self.strength, "cut": layer == self.cut}
-        return attend(q, k, v, None if layer == 1 else self.first, own, **options)
+        options |= {"parts": self.parts(layer), "strength": self.strength, "cut": layer == self.cut}
+        turned = self.residual.shape[0] != len(q)  # tokens first
+        options |= {"residual": self.residual.transpose(0, 1) if turned else self.residual}
+        options |= {"before": None if layer == 1 else self.at, "layer": layer}
+        self.at = attend(q, k, v, None if layer == 1 else self.first, learnt(self.state, path), **options)
+        return self.at.u
+
+    def features(self, y):
+        """What comes out of W_proj, changed."""
+        self.at.y = y
+        for change in hooks("features", self.at):
+            self.at.y = change()
+        return self.at.y
+
+    def stream(self, output):
+        """What comes out of a block, changed."""
+        x = output if isinstance(output, torch.Tensor) else output[0]
+        turned = self.at.u.shape[0] != x.shape[0]
+        self.at.out = x.transpose(0, 1) if turned else x
+        for change in hooks("stream", self.at):
+            self.at.out = change()
+        x = self.at.out.transpose(0, 1) if turned else self.at.out
+        return x if isinstance(output, torch.Tensor) else (x, *output[1:])
 
     def of_transformers(self, module, query, key, value, attention_mask, **known):
         masks = [term for term in (attention_mask, known.get("position_bias")) if term is not None]
         options = {"mask": sum(masks) if masks else None, "scale": known.get("scaling")}
-        u = self.attend(module, query, key, value, softcap=known.get("softcap"), **options)
+        u = self.attend(module, query, key, value, softcap=known.get("softcap"), x=self.x.get(module), **options)
         return u.transpose(1, 2).contiguous(), None
 
     def forward(self, module, projection, x, *_, rope=None, attn_mask=None, key_padding_mask=None, **_options):
@@ -170,7 +308,7 @@ class Plain:
         keys = None if key_padding_mask is None else key_padding_mask[:, None, None]
         pairs = attn_mask.unflatten(0, (-1, self.heads)) if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
         masks = [mask for mask in (self.mask, keys, pairs) if mask is not None]
-        u = self.attend(module, q, k, v, mask=sum(masks) if masks else None)
+        u = self.attend(module, q, k, v, mask=sum(masks) if masks else None, x=x)
         y = projection(u.transpose(1, 2).flatten(2))
         y = y.transpose(0, 1) if turned else y
         return (y, None) if is_torchs else y

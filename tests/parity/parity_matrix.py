@@ -98,7 +98,7 @@ def plain_gradients(subject, heads, precision, mitigation="all", *, cut=None, de
     state = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
     plain, inputs = with_plain_weights(state, *subject.weights), subject.batch(STEPS[-1], heads)
     with autocast(precision, device):
-        output = subject.plain_output(heads, plain, moved(inputs, precision, device), cut)
+        output = subject.plain_output(heads, plain, moved(inputs, precision, device), cut=cut)
     loss_of(output).backward()
     return {name: parameter.grad for name, parameter in state.items()}
 

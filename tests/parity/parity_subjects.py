@@ -4,15 +4,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from inspect import signature
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from parity_formula import Plain
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.nn import functional as F
 
 import acutance as ac
+from parity.parity_formula import Plain
 from sites import tiny_models as tiny
 
 # All have parameters, so that their gradients are compared too.
@@ -53,10 +53,10 @@ class Subject:
         """The tensor that the loss depends on."""
         return run(*inputs.values())
 
-    def plain_output(self, heads: str, state: dict[str, Tensor], inputs: dict[str, Tensor], cut: int | None) -> Tensor:
-        """The output by the plain formula, given the mitigated model's parameters by name."""
+    def plain_output(self, heads: str, state: dict[str, Tensor], inputs: dict[str, Tensor], **how: Any) -> Tensor:
+        """The output by the plain formula, given the mitigated model's parameters by name; `how` is for `Plain`."""
         model = self.library_model(heads).to(next(iter(state.values())))
-        plain = Plain(model, [attention_of(block) for block in self.blocks(model)], heads=HEADS, cut=cut)
+        plain = Plain(model, [attention_of(block) for block in self.blocks(model)], heads=HEADS, **how)
         return self.output(partial(plain, state), inputs)
 
     def checkpoint(self, model: nn.Module, reentrant: bool) -> None:
@@ -104,7 +104,7 @@ class Reference(Subject):
     def inputs(self, generator, heads):
         return {"images": torch.randn(BATCH, 3, 8, 8, generator=generator)}
 
-    def plain_output(self, heads, state, inputs, cut):
+    def plain_output(self, heads, state, inputs, **how):
         """Class token and patches, positions, and torch's encoder, whose parameters have other names."""
         bias, stride = state["patch_embed.proj.bias"], IMAGES["patch_size"]
         x = F.conv2d(inputs["images"], state["patch_embed.proj.weight"], bias, stride=stride).flatten(2).transpose(1, 2)
@@ -116,7 +116,7 @@ class Reference(Subject):
             renamed[name] = parameter
         encoder = torch_encoder(self.depth, nn.LayerNorm(DIM, 1e-6), layer_norm_eps=1e-6).to(x)
         layers = [attention_of(block) for block in encoder.layers]
-        x = Plain(encoder, layers, heads=HEADS, cut=cut)(renamed, x)
+        x = Plain(encoder, layers, heads=HEADS, **how)(renamed, x)
         return F.linear(x[:, 0], state["head.weight"], state["head.bias"])
 
     def checkpoint(self, model, reentrant):
@@ -157,9 +157,9 @@ class Timm(Reference):
             return VisionTransformer(**sizes)
         return Eva(**sizes, attn_type="rope", use_rot_pos_emb=True, qkv_fused=False, num_kv_heads=HEADS // 2)
 
-    def plain_output(self, heads, state, inputs, cut):
+    def plain_output(self, heads, state, inputs, **how):
         written_out = super().plain_output if heads == "multi-head" else super(Reference, self).plain_output
-        return written_out(heads, state, inputs, cut)
+        return written_out(heads, state, inputs, **how)
 
 
 class Torch(Subject):

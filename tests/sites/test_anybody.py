@@ -183,7 +183,7 @@ def test_a_branch_ends_where_the_weight_of_w_proj_is_handed_to_a_function():
     models.mitigated(model, "featscale")
     model(sound)
     own = dict(sites.find(model)[0].attention.mitigation.named_parameters())
-    torch.testing.assert_close(found[1], rescale(found[0], own, ["featscale"]))
+    torch.testing.assert_close(found[1], rescale(found[0], own))
 
 
 @pytest.mark.parametrize("name", ["SqueezeBertModel", "IBertModel"])  # a dict, and tensors with their scales

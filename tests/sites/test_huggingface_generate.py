@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from hf_zoo import build, in_float64, library
-from tiny_models import mitigated
 
 import acutance as ac
 from acutance.errors import AcutanceError
+from sites.hf_zoo import build, in_float64, library
+from sites.tiny_models import mitigated
 
 DECODERS = {
     **{name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Gemma2", "Gemma3", "Mistral", "Qwen3")},

@@ -37,7 +37,7 @@ def write_formulas(attentions, own, strength):
         if strength or "gain" in own:
             attention.register_forward_pre_hook(enter, with_kwargs=True)
             entrance.register_forward_pre_hook(change)
-        attention.proj.register_forward_hook(lambda _module, _args, y: rescale(y, own))
+        attention.proj.register_forward_hook(lambda _module, _args, y: rescale(y, own) if "low" in own else y)
 
     for each in zip(attentions, own, strict=True):
         prepare(*each)

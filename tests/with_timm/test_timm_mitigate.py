@@ -11,7 +11,7 @@ from torch.func import functional_call
 import acutance as ac
 from acutance.errors import AcutanceError, ShapeError
 from mitigations.steered import assert_it_goes_stays_and_comes_back
-from parity.parity_formula import learnt, with_plain_weights
+from parity.parity_formula import learnt, of_part, with_plain_weights
 from sites.tiny_models import leaves_of, left_alone, mitigated, with_gradients
 
 WITHOUT_OPERATOR = "neutreno:0.6+featscale"  # all that heads which are mixed leave
@@ -24,7 +24,7 @@ def check_parity(make, spec, run=lambda model: model, **arguments):
     mitigated(model, spec)
     leaves, names = leaves_of(model), {module: name for name, module in plain.named_modules()}
     attentions = [site.attention for site in ac.sites.find(plain)]
-    own = [learnt(leaves, names[attention]) for attention in attentions]
+    own = [of_part(learnt(leaves, names[attention]), [""], 0) for attention in attentions]
     write_formulas(attentions, own, strength=0.6 * ("neutreno" in spec))
     weights = {path: p for path, p in leaves.items() if ".mitigation." not in path}
     expected = with_gradients(functional_call(plain, weights, (images(),), arguments), leaves)

@@ -44,8 +44,10 @@ class Program(NamedTuple):
         return not (_is_zero(self.strength) and _is_zero(self.residual))
 
     def values(self, v: Tensor, call: AttentionCall) -> Tensor:
-        first = self._first(call, self.residual)
-        return v if first is None else v + _by_head(self.residual, v) * (first - v)
+        if self._first(call, self.residual) is None:
+            return v
+        first = call.first_like(v)
+        return v + _by_head(self.residual, v) * ((first.detach() if self.detach else first) - v)
 
     def output(self, u: Tensor, w: Tensor, call: AttentionCall) -> Tensor:
         """What is done after attention, in plain torch, given u = A w."""

@@ -63,6 +63,13 @@ class AttentionCall:
             raise AcutanceError(f'{self.name}: call.v0 is unknown: a mitigation asks by requires = ("first_values",)')
         return self.first  # type: ignore[no-any-return]
 
+    def first_like(self, v: Tensor) -> Tensor:
+        """v⁰, which must have the heads, rows and channels of v: it is never broadcast."""
+        if self.v0 is None or self.v0.shape != v.shape:
+            given = None if self.v0 is None else tuple(self.v0.shape)
+            raise ShapeError(f"{self.name or f'layer {self.layer}'}: v⁰ {given} cannot stand beside v {tuple(v.shape)}")
+        return self.v0
+
     def own(self, values: Tensor) -> Tensor:
         """A w by the model's own product: bit-exact, with its sinks, cache and dropout.
 
@@ -143,17 +150,24 @@ class AttentionCall:
 
     def visible(self) -> Tensor | None:
         """Which keys each query sees, bool (batch, heads, queries, keys) or broadcasting; None: all, or as `causal`."""
-        if self.q is None and self.logits is not None:
-            return is_visible(self.logits)
-        mask = self.A.mask4
-        return mask if mask is None or mask.dtype == torch.bool else mask > HIDDEN
+        if self.q is None or self.k is None:
+            return is_visible(self.A.q if self.logits is None else self.logits)
+        if self.mask is None:
+            return None
+        mask = as_four_axes(self.mask, (*self.q.shape[:3], self.k.shape[2]), True)
+        return mask if mask.dtype == torch.bool else mask > HIDDEN
 
     def visible_mean(self, w: Tensor) -> Tensor:
         """U w: the mean of the values that each query can see; one row where all see the same."""
-        if self.q is not None and self.mask is None and not self.causal:
-            return repeat_heads(w, self.q.shape[1]).mean(dim=-2, keepdim=True)
-        zeros = (torch.zeros_like(x[..., :1]) for x in (self.A.q, self.A.k))  # all logits alike
-        return AttentionOperator(*zeros, mask=self.visible(), causal=self.causal).apply(repeat_heads(w, self.A.heads))
+        if self.q is None or self.k is None:
+            seen = self.visible()
+            assert seen is not None, "as the logits say"
+            zeros: Any = (w.new_zeros(*seen.shape[:3], 1), w.new_zeros(*w.shape[:3], 1))
+        else:
+            zeros, seen = (torch.zeros_like(x[..., :1]) for x in (self.q, self.k)), self.visible()  # all logits alike
+            if self.mask is None and not self.causal:
+                return repeat_heads(w, self.q.shape[1]).mean(dim=-2, keepdim=True)
+        return AttentionOperator(*zeros, mask=seen, causal=self.causal).apply(w)
 
     def among_seen(self, q: Tensor, k: Tensor, scale: float = 1.0) -> AttentionOperator:
         """Attention of one head among tokens (batch, tokens, any), over those that each sees in the model's own."""

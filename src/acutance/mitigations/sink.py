@@ -22,6 +22,7 @@ class Sink(Mitigation):
     """
 
     positional = "start"
+    requires = ("plain_attention",)
     changes_attention = True
 
     def __init__(self, start: float = 0.0, learn: Literal["head"] | None = "head") -> None:

@@ -37,7 +37,7 @@ class ValueResidual(Mitigation):
         if self.learn is None or call.v0 is None:
             return super().values(v, call)
         own, first = (weight.to(v.dtype)[:, None, None] for weight in (self.own, self.first))
-        return own * v + first * call.v0
+        return own * v + first * call.first_like(v)
 
     def program(self, so_far: Program | None, call: AttentionCall) -> Program | None:
         return None if so_far is None or self.learn is not None else self.affine(so_far, call)
