@@ -388,6 +388,25 @@ def said_of_kernels() -> Iterator[str]:
 # steer.md
 
 
+def family_tables() -> tuple[list[str], list[str]]:
+    """What each remedy is; and what it adds, costs and fits."""
+    names = {"images": "images", "padded text": "padded text", "causal text": "causal", "a cache": "cache"}
+    costs = {what: rows_of("bench-remedies") for what in ("training", "inference")}
+    rules, facts = [], []
+    for row in read(EVIDENCE / "family" / "family.csv"):
+        paper = f"[{row['paper']}](https://arxiv.org/abs/{row['paper']})"
+        rules.append(line(f"`{row['remedy']}`", f"`{row['class']}`", row["rule"].replace("|", "\\|"), paper))
+        added = f"{int(row['parameters in DeiT-Ti']):,}"
+        timed = [
+            [found for found in rows if found["variant"] == row["remedy"] and f", {what}," in found["table"]]
+            for what, rows in costs.items()
+        ]
+        cost = [with_quartiles(found[0], 2) if found and found[0].get("ratio") else "–" for found in timed]
+        fits = [{"yes": "✔", "refused": "✘"}[row[kind]] for kind in (*names, "windows")]
+        facts.append(line(f"`{row['remedy']}`", added, row["identity"], *fits, *cost))
+    return rules, facts
+
+
 def exactness() -> list[Row]:
     return read(RESULTS / "orthogonal_precision-cpu-float32-torch2.13.0.csv")
 
@@ -694,6 +713,8 @@ TABLES: list[tuple[str, str, int, Callable[[], Iterable[str]]]] = [
     ("docs/measure.md", "Two pretrained models on real text", 1, partial(profile_table, "smollm2")),
     ("docs/explain.md", "Pretrained language models", 1, partial(language_table, "")),
     ("docs/explain.md", "Pretrained language models", 2, partial(language_table, "-without-first")),
+    ("docs/remedies.md", "The rules", 0, lambda: family_tables()[0]),
+    ("docs/remedies.md", "What they add, fit and cost", 0, lambda: family_tables()[1]),
     ("docs/steer.md", "How exact it is", 0, exactness_table),
     ("docs/steer.md", "How exact it is", 1, other_ways_table),
     ("docs/train.md", "Measured: CIFAR-100", 0, partial(cifar100_table, "cifar100")),

@@ -30,6 +30,7 @@ GROUPS: dict[str, Callable[[Settings], Iterable[Table]]] = {
     **{f"end-to-end-{batch}": partial(steps.end_to_end_tables, batch=batch) for batch in steps.BATCHES},
     "augment": steps.augment_tables,
     "eigen": steps.eigen_tables,
+    "remedies": steps.remedy_tables,
     "micro": floor.tables,
     "efficiency": steps.efficiency_tables,
     "measure": measuring.tables,

@@ -21,6 +21,7 @@ from acutance.lab.data.seeds import generator
 from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train.engine import Engine
 from acutance.lab.train.step import TrainStep
+from acutance.mitigations import REGISTRY
 from acutance.models import ViT, deit_tiny, vit_tiny_cifar
 
 NEUTRENO = "neutreno:0.6"
@@ -143,6 +144,20 @@ def eigen_tables(settings: Settings) -> Iterator[Table]:
             made = partial(step_of, partial(shape.ours, mitigation=spec), shape, True, settings)
             found += in_modes(spec or "plain ViT", made, [mode], baseline=spec is None)
         title = f"ViT-Ti⁻ against ViT-Ti: {shape.title}, batch {shape.batch}, training, {mode}"
+        yield title, compare(found, settings.pace(), settings.device)
+
+
+def remedy_tables(settings: Settings) -> Iterator[Table]:
+    """Every remedy with its default options in DeiT-Ti, not compiled and by torch's attention, as in most models."""
+    shape = shape_for("steps-224", settings)
+    shape = replace(shape, batch=256) if settings.on_gpu else shape
+    names = [name for name in REGISTRY if name not in ("none", "eigen")]
+    for what in ("training", "inference"):
+        found = []
+        for spec in (None, *names):
+            step = partial(step_of, partial(shape.ours, mitigation=spec), shape, what == "training", settings, "eager")
+            found.append(Candidate(spec or "plain ViT", lambda step=step: unfused(step()), "eager", spec is None))  # type: ignore[misc]
+        title = f"remedies in {shape.title}, batch {shape.batch}, {what}, not compiled, by SDPA"
         yield title, compare(found, settings.pace(), settings.device)
 
 
