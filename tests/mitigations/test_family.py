@@ -19,6 +19,7 @@ from sites.test_huggingface_generate import generate, logits, prompts
 from sites.tiny_models import left_alone, with_gradients
 
 DEPTH = 3
+EXACT = {"rtol": 1e-9, "atol": 1e-11}
 SPECS = {  # a remedy's options; what of it starts at the identity
     "attnscale": {"": True},
     "featscale": {"": True, "doubled=true": True},
@@ -201,3 +202,13 @@ def test_bad_options_leave_the_model_alone():
                             ("mv_split:strength=1", "its options.*beta"), ("xas", "did you mean 'xsa'")):  # fmt: skip
             with pytest.raises(AcutanceError, match=words):
                 ac.mitigate(model, spec)
+
+
+def test_all_that_go_together_compile_as_one_graph():
+    spec = "value_residual:learn=head+attnscale+neutreno:0.6,learn=head+xsa:gated=true+gate+sink:0.5+mv_split:0.5"
+    for name in ("vit", "llama"):
+        torch._dynamo.reset()
+        model = mitigated(name, spec)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        found = with_gradients(run(name, compiled), model.named_parameters())
+        torch.testing.assert_close(found, with_gradients(run(name, model), model.named_parameters()), **EXACT)
