@@ -9,6 +9,7 @@ import torch
 from measured_vit import small_images, small_vit
 from monitor_worlds import Net, assert_same, build
 from test_monitor_frameworks import Lightning, Trainer
+from test_structures import DIM, Block, Made, several
 from torch import nn
 from torch.nn.functional import cosine_similarity
 
@@ -82,38 +83,28 @@ def tokens_of(blocks, run):
 
 def vit_case():
     model = small_vit(registers=1).double()
-    return model, model.blocks, (small_images(3).double(),), {}, [slice(2, 18)] * 3
+    return model, model.blocks, partial(model, small_images(3).double()), [slice(2, 18)] * 3
 
 
 def encoder_case():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).double()
-    return (
-        model,
-        model.layers,
-        (torch.randn(3, 6, 8).double(), None, ~MASK),
-        {},
-        MASK,
-    )  # only the signature has its name
+    return model, model.layers, partial(model, torch.randn(3, 6, 8).double(), None, ~MASK), MASK
 
 
 def llama_case():
     transformers, _ = pytest.importorskip("transformers"), torch.manual_seed(0)
     sizes = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
     config = transformers.LlamaConfig(vocab_size=20, num_key_value_heads=1, use_cache=False, **sizes)
-    model = transformers.LlamaForCausalLM(config).double()
-    batch = {"input_ids": torch.randint(20, (3, 6)), "attention_mask": MASK.long()}
-    return model, model.model.layers, (), batch, MASK
+    model, batch = transformers.LlamaForCausalLM(config).double(), {"input_ids": torch.randint(20, (3, 6))}
+    return model, model.model.layers, partial(model, **batch, attention_mask=MASK.long()), MASK
 
 
 @pytest.mark.parametrize("case", [vit_case, encoder_case, llama_case])
 def test_gradients_of_all_parameters_are_those_of_the_formula_written_out(case):
-    model, blocks, args, kwargs, counted = case()
-    term, run = (
-        watched(model, "token_cosine", weight=0.3, layers=[1, -1], prefix="out"),
-        partial(model, *args, **kwargs),
-    )
+    model, blocks, run, counted = case()
+    term = watched(model, "token_cosine", weight=0.3, layers=[1, -1], prefix="out")
     run()
     found, streams = term(), tokens_of(blocks, run)
     written = 0.3 * sum(mean([written_cosine(x[i, own]) for i, own in enumerate(counted)]) for x in streams[::2])
@@ -123,7 +114,7 @@ def test_gradients_of_all_parameters_are_those_of_the_formula_written_out(case):
 
 @pytest.mark.parametrize("name", TERMS)
 def test_every_penalty_is_differentiable_through_a_model(name):
-    model, _, args, *_ = vit_case()
+    model, _, run, _ = vit_case()
     for p in model.parameters():
         p.data += 0.2 * torch.randn_like(p)  # far from uniform attention
     teacher = small_vit(depth=2, registers=1, dim=16).double() if name == "gram_anchor" else None
@@ -132,7 +123,7 @@ def test_every_penalty_is_differentiable_through_a_model(name):
     def value(step):
         for p, d in zip(model.parameters(), direction, strict=True):
             p.data += step * d
-        model(*args)
+        run()
         return term(torch.arange(18).expand(3, -1) % 3)
 
     slope = sum((g * d).sum() for g, d in zip(gradients(value(0), model), direction, strict=True))
@@ -141,12 +132,11 @@ def test_every_penalty_is_differentiable_through_a_model(name):
 
 @pytest.mark.parametrize("tap", ["block", "attention", "values", "final"])
 def test_a_penalty_is_what_measure_reads(tap):
-    model, images = small_vit(registers=1), small_images()
-    one, options = ac.penalty("rank_residual", weight=1.0, tap=tap, prefix="out"), {"tap": tap, "prefix": "out"}
-    with one.attach(model.eval()):
+    model, images, read = small_vit(registers=1).eval(), small_images(), {"tap": tap, "prefix": "out"}
+    with (one := ac.penalty("rank_residual", weight=1.0, **read)).attach(model):
         model(images)
         found = one().item()
-    expected = ac.measure(model, [images], metrics="rank_residual", progress=False, **options)
+    expected = ac.measure(model, [images], metrics="rank_residual", progress=False, **read)
     assert found == pytest.approx(expected["rank_residual"][-1], rel=1e-5)
 
 
@@ -161,26 +151,29 @@ def test_packed_documents_are_samples_of_their_own():
 
 @pytest.mark.parametrize("name", ["token_cosine", "nonlocal_energy"])
 def test_checkpointing_gives_the_same_gradients_or_is_refused(name):
-    model, _, args, *_ = vit_case()
-    llama, _, _, batch, _ = llama_case()
+    (model, _, own, _), (llama, _, theirs, _) = vit_case(), llama_case()
     llama.train().enable_input_require_grads()
-    terms, again = [watched(m, name, layers=[1, 2, 3]) for m in (model, llama)], llama.gradient_checkpointing_enable
-    own = lambda: gradients(model(*args).square().sum() + terms[0](), model)  # noqa: E731
-    theirs = lambda: gradients(llama(**batch).logits.square().sum() + terms[1](), llama)  # noqa: E731
-    expected = own(), theirs()
+    terms = [watched(each, name, layers=[1, 2, 3]) for each in (model, llama)]
+
+    def found():
+        return gradients(own().square().sum() + terms[0](), model) + gradients(
+            theirs().logits.square().sum() + terms[1](), llama
+        )
+
+    expected = found()
     model.set_grad_checkpointing()
-    again({"use_reentrant": False})
-    assert_close((own(), theirs()), expected)
-    again({"use_reentrant": True})  # what a block gives has its gradient also so; what is inside has none
-    if name == "token_cosine":
-        assert_close(theirs(), expected[1])
+    llama.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_close(found(), expected)
+    llama.gradient_checkpointing_enable({"use_reentrant": True})
+    if name == "token_cosine":  # what a block gives has its gradient also so
+        assert_close(found(), expected)
     else:
         with pytest.raises(AcutanceError, match=r"layer 1.*use_reentrant=False"):
-            theirs()
+            found()
 
 
 def test_only_the_last_pass_with_gradients_counts_and_it_counts_once():
-    model, _, (images,), *_ = vit_case()
+    model, images = small_vit(registers=1), small_images()
     term, nothing = ac.penalty("token_cosine", weight=1.0), partial(pytest.raises, AcutanceError, match="has no value")
     with term.attach(model):
         with nothing(), torch.no_grad():
@@ -196,26 +189,26 @@ def test_only_the_last_pass_with_gradients_counts_and_it_counts_once():
         with nothing():
             term()
         with torch.autocast("cpu", torch.bfloat16):
-            model.float()(images.float())
+            model(images)
             low = term()
         assert low.dtype == torch.float32, "tokens may be in half precision, sums are not"
         assert low.item() == pytest.approx(found, abs=1e-2)
-        model.requires_grad_(False)(images.float())
+        model.requires_grad_(False)(images)
         with pytest.raises(AcutanceError, match="no gradient at layer 3: it is frozen"):
             term()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_a_teacher_is_given_the_same_batch_and_stays_apart():
-    model, blocks, (images,), *_ = vit_case()
+    model, blocks, run, _ = vit_case()
     teacher = small_vit(depth=2, registers=1, drop_path=0.9, dim=16).double()
-    (patches,) = tokens_of(teacher.blocks[-1:], lambda: teacher.eval()(images))
+    (patches,) = tokens_of(teacher.blocks[-1:], partial(teacher.eval(), *run.args))
     before, modules = copy.deepcopy(teacher.train().state_dict()), [*model.modules()]
     term = watched(model, "gram_anchor", teacher=teacher, weight=2.0)
-    model(images)
+    run()
     state, found = torch.get_rng_state(), term()
     assert torch.equal(torch.get_rng_state(), state), "the teacher draws nothing"
-    (own,) = tokens_of(blocks[-1:], lambda: model(images))
+    (own,) = tokens_of(blocks[-1:], run)
     written = 2 * mean([written_gram(x[2:], y[2:].detach()) for x, y in zip(own, patches, strict=True)])
     assert_close(found, written)
     assert_close(gradients(found, model), gradients(written, model))
@@ -254,31 +247,16 @@ def test_frameworks_train_with_the_term(kind, tmp_path):
 
 
 def test_the_loss_has_the_batchs_share_where_the_trainer_adds_up():
-    model, _, _, batch, _ = llama_case()
-    labels, other = batch["input_ids"].masked_fill(~MASK, -100), ac.penalty("token_cosine", weight=7.0)
-    run, term = (
-        partial(model, **batch, labels=labels, num_items_in_batch=30),
-        watched(model, "token_cosine", weight=7.0),
-    )
+    model, _, alone, _ = llama_case()
+    labels, options = alone.keywords["input_ids"].masked_fill(~MASK, -100), {"weight": 7.0}
+    run, term = partial(alone, labels=labels, num_items_in_batch=30), watched(model, "token_cosine", **options)
     plain, value = run().loss, term()
-    other.attach(model, add_to_loss=True)
+    ac.penalty("token_cosine", **options).attach(model, add_to_loss=True)
     assert_close(run().loss - plain, value * 12 / 30)  # 15 tokens, 12 of which are predicted
     with torch.no_grad():
         assert_close(run().loss, plain)
     with pytest.raises(AcutanceError, match="returned no 'loss'"):
-        model(**batch)
-
-
-class TokensFirst(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2)])
-
-    def forward(self, x):
-        x = x.transpose(0, 1)
-        for block in self.blocks:
-            x = x + block(x)
-        return x
+        alone()
 
 
 REFUSED = [
@@ -289,7 +267,7 @@ REFUSED = [
     ("token_cosine", {"tap": "final", "layers": [1]}, r"layers \[1\] have no tap 'final'.*\[3\]"),
     ("gram_anchor", {}, "teacher=None: gram_anchor needs a model"),
     ("gram_anchor", {"teacher": "run/last"}, "teacher='run/last': gram_anchor needs a model"),
-    ("token_cosine", {"teacher": small_vit()}, r"gram_anchor needs a model.*no other"),
+    ("token_cosine", {"teacher": small_vit()}, r"gram_anchor needs a model.*others take none"),
 ]
 
 
@@ -299,7 +277,7 @@ def test_what_cannot_be_a_penalty_is_refused_and_changes_nothing():
         with pytest.raises(AcutanceError, match=said):
             watched(model, given, **options)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    for given, said in (("mooscomp", r"needs labels \(batch, tokens\)"), (lambda x, _: x.mean(), r"returned \(\)")):
+    for given, said in (("mooscomp", "needs labels"), (lambda x, _: x.mean(), r"gave \(\) for \(7, 17, 24\)")):
         term = ac.penalty(given, weight=1.0)
         with term.attach(model):
             model(images)
@@ -307,6 +285,6 @@ def test_what_cannot_be_a_penalty_is_refused_and_changes_nothing():
                 term()
             with pytest.raises(AcutanceError, match="attached already"):
                 term.attach(model)
-    watched(first := TokensFirst(), "token_cosine")
+    watched(other := Made(lambda self, x: self.blocks(x.transpose(0, 1)), blocks=several(Block, 3)), "token_cosine")
     with pytest.raises(AcutanceError, match="first axis is not the batch"):
-        first(torch.randn(5, 6, 8))
+        other(torch.randn(5, 6, DIM))

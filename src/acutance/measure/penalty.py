@@ -96,22 +96,16 @@ class Taps(Visitor):
 
     attend = final = leave  # type: ignore[assignment]
 
-    def taken(self) -> list[tuple[int, Any]]:
-        """What was kept, which is forgotten."""
-        seen, self.seen = self.seen, []
-        return seen
-
 
 class Penalty:
-    """A term of the training loss: weight · Σ over layers of a metric's mean over the samples of the batch.
+    """A term of the training loss: weight · Σ over layers of a metric's mean over the batch's samples.
 
     `attach(model)` makes it watch a model that trains. Calling it then gives the term of the last forward pass, with
-    gradients. Tokens count as in `measure`: padding does not, and packed documents are samples of their own. In
-    distributed training the samples are those of the process.
+    gradients. Tokens count as in `measure`. In distributed training the samples are those of the process.
 
     Args:
         of: a metric of `measure`, `mooscomp`, `patch_diversity`, `gram_anchor`, or a function of tokens (samples,
-            tokens, channels) and a mask (samples, tokens) or None, which returns one number per sample.
+            tokens, channels) and a mask (samples, tokens) or None, which gives one number per sample.
         weight: its factor; a negative one rewards. It may be changed during training.
         layers: layer numbers, 1 being the first and −1 the last.
         tap: where tokens are read, as in `measure`. Attention metrics read the operator.
@@ -142,7 +136,7 @@ class Penalty:
             raise AcutanceError(f"layers={layers!r}: give a list of whole numbers, such as [6, 12]")
         if isinstance(teacher, nn.Module) != (self.term.needs == "teacher") or isinstance(teacher, str):
             raise AcutanceError(
-                f"teacher={teacher!r}: gram_anchor needs a model, such as acutance.load(path); no other"
+                f"teacher={teacher!r}: gram_anchor needs a model, as of ac.load(path); others take none"
             )
         self._taps: list[Taps] = []  # while attached: the model's, and the teacher's
         self._check = ExitStack()  # around the first forward pass
@@ -160,17 +154,17 @@ class Penalty:
         `add_to_loss` adds the term to the `loss` that the model returns, as models of transformers do: all that their
         Trainer needs. Passes without gradients, such as evaluation, stay as they are.
         """
-        self._bare, self._adds, self._is_checked = bare_module(model), add_to_loss, False
         if self._taps:
             raise AcutanceError(f"{self!r} is attached already: call remove() on its handle first")
         if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
             raise AcutanceError("compiled code would not see the penalty's hooks: attach, then torch.compile")
-        if self.teacher is not None and bare_module(self.teacher) is self._bare:
+        self._bare, self._adds, self._is_checked = bare_module(model), add_to_loss, False
+        read = [self._bare] if self.teacher is None else [self._bare, bare_module(self.teacher)]
+        if read[1:] == [self._bare]:
             raise AcutanceError("the teacher is the model itself: give a copy, such as copy.deepcopy(model)")
         with ExitStack() as hooks, sites.cached_lookup():
             hooks.callback(self._taps.clear)
-            for module in filter(None, [self._bare, self.teacher]):
-                part = sites.part_of(bare_module(module), self.part)
+            for part in [sites.part_of(module, self.part) for module in read]:
                 self._taps.append(Taps(part, self.tap, self.layers))
                 set_hooks(part, self._taps[-1:], hooks)
             skip = sites.special_tokens(self._bare, self.part) if self.prefix == "out" else (0, 0)
@@ -185,11 +179,11 @@ class Penalty:
 
         `labels` (batch, tokens) are for `mooscomp`; by default they are the model's own argument of that name.
         """
-        seen = self._taps[0].taken() if self._taps and torch.is_grad_enabled() else []
+        seen = self._taps[0].seen if self._taps and torch.is_grad_enabled() else []
         if not seen:
             raise AcutanceError(f"{self!r} has no value: attach it, run the model with gradients, then call it once")
-        (args, kwargs), self._given = self._given, ((), {})
-        named, taught = _named(self._bare, args, kwargs), self._taught(args, kwargs)
+        given, self._given, self._taps[0].seen = self._given, ((), {}), []
+        named, taught = _named(self._bare, *given), self._taught(*given)
         layout, labels = self._layout(named), named.get("labels") if labels is None else labels
         if self.term.needs == "labels" and (not isinstance(labels, Tensor) or labels.ndim != 2):
             raise ShapeError(f"{self.name} needs labels (batch, tokens): give them to the model, or to the penalty")
@@ -214,11 +208,11 @@ class Penalty:
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if getattr(model, "_is_replica", False):
             raise AcutanceError("nn.DataParallel runs copies of the model in threads: use DistributedDataParallel")
-        taps = self._taps[0]
-        taps.is_on = torch.is_grad_enabled()
-        if taps.is_on:  # otherwise what was kept before stays
-            taps.seen, self._given = [], (args, kwargs)
-        if taps.is_on and not self._is_checked and not torch.compiler.is_compiling():
+        self._taps[0].is_on = torch.is_grad_enabled()
+        if not self._taps[0].is_on:
+            return  # what was kept before stays
+        self._taps[0].seen, self._given = [], (args, kwargs)
+        if not self._is_checked and not torch.compiler.is_compiling():
             self._is_checked, rows = True, possible_rows(_named(model, args, kwargs))
             self._check.enter_context(sites.checking_blocks(sites.part_of(model, self.part), *rows))
 
@@ -230,8 +224,7 @@ class Penalty:
             return
         loss, named = output.get("loss") if isinstance(output, MutableMapping) else None, _named(model, *self._given)
         if not isinstance(loss, Tensor):
-            advice = "give it labels and no loss function of your own, or add penalty() to your loss"
-            raise AcutanceError(f"{type(model).__name__} returned no 'loss' to add {self!r} to: {advice}")
+            raise AcutanceError(f"{type(model).__name__} returned no 'loss': give it labels, or add penalty() to yours")
         # transformers divide by the labels of all accumulated batches, which the Trainer adds up: this is one of them.
         items, shifts = named.get("num_items_in_batch"), getattr(model, "loss_type", None) == "ForCausalLM"
         share = 1.0 if items is None else (named["labels"][..., int(shifts) :] != -100).sum() / items
@@ -243,11 +236,12 @@ class Penalty:
             return {}
         own, taps = self._taps
         teacher = bare_module(self.teacher).to(next(self._bare.parameters()).device)
-        taps.is_on, taps.seen, layers = True, [], dict(zip(taps.layers, own.layers, strict=True))
         with evaluating(teacher):
+            taps.is_on = True
             teacher(*args, **kwargs)
-        taps.is_on = False
-        return {layers[layer]: x for layer, x in taps.taken() if layer > 0}
+        taps.is_on, seen, taps.seen = False, taps.seen, []
+        layers = dict(zip(taps.layers, own.layers, strict=True))
+        return {layers[layer]: x for layer, x in seen if layer > 0}
 
     def _tokens(self, x: Any, layout: TokenLayout) -> tuple[Tensor, Tensor | None]:
         """What a tap gave as (samples, tokens, channels), and which of the tokens count."""
@@ -261,8 +255,7 @@ class Penalty:
     def _mean(self, values: Tensor, tokens: Tensor, layout: TokenLayout) -> Tensor:
         """The mean over the samples that have a token that counts, and over their heads."""
         if self.term.needs != "call" and values.shape != tokens.shape[:1]:
-            given = f"{tuple(values.shape)} for tokens {tuple(tokens.shape)}"
-            raise ShapeError(f"{self.name} returned {given}: it must return one number per sample")
+            raise ShapeError(f"{self.name} gave {tuple(values.shape)} for {tuple(tokens.shape)}: one number per sample")
         if layout.filled is not None:
             values = values.reshape(len(layout.filled), -1)[torch.from_numpy(layout.filled).to(values.device)]
         return values.sum() / max(values.numel(), 1)
