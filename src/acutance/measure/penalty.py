@@ -23,13 +23,10 @@ from acutance.sites.structure import bare_module, evaluating
 
 
 def mooscomp(tokens: Tensor, mask: Tensor | None, labels: Tensor) -> Tensor:
-    """Σ_{i∈P, j∈D} cos(h_i, h_j) / (|P| |D|) of kept tokens P and dropped tokens D (arXiv 2504.16786).
-
-    Labels (..., tokens) are 1 for P and 0 for D; other tokens are left out. A sample without P or D has 0.
-    """
+    """Σ_{i∈P, j∈D} cos(h_i, h_j) / (|P| |D|) of kept tokens P (label 1) and dropped D (0) (arXiv 2504.16786)."""
     unit, valid = _directions(tokens, mask)
     kept, dropped = (masked_mean(unit.mT, (valid & (labels == kind)).unsqueeze(-2)) for kind in (1, 0))
-    return (kept * dropped).sum(-1)  # the mean over pairs is the product of the means
+    return (kept * dropped).sum(-1)  # the mean over pairs is the product of the means; 0 without P or D
 
 
 def patch_diversity(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -149,10 +146,9 @@ class Penalty:
         return self  # a copy of the model, such as an average of its weights, has hooks that report here
 
     def attach(self, model: nn.Module, *, add_to_loss: bool = False) -> sites.Undo:
-        """Watch the model's forward passes until the handle is removed, or its with block is left.
+        """Watch the model's forward passes with gradients until the handle is removed, or its with block is left.
 
-        `add_to_loss` adds the term to the `loss` that the model returns, as models of transformers do: all that their
-        Trainer needs. Passes without gradients, such as evaluation, stay as they are.
+        `add_to_loss` adds the term to the `loss` that the model returns, which is all that transformers' Trainer needs.
         """
         if self._taps:
             raise AcutanceError(f"{self!r} is attached already: call remove() on its handle first")
@@ -175,10 +171,7 @@ class Penalty:
             return sites.Undo(hooks.pop_all().close)
 
     def __call__(self, labels: Tensor | None = None) -> Tensor:
-        """The term of the last forward pass with gradients, once.
-
-        `labels` (batch, tokens) are for `mooscomp`; by default they are the model's own argument of that name.
-        """
+        """The term of the last forward pass with gradients, once; `mooscomp` takes labels, or the model's argument."""
         seen = self._taps[0].seen if self._taps and torch.is_grad_enabled() else []
         if not seen:
             raise AcutanceError(f"{self!r} has no value: attach it, run the model with gradients, then call it once")
