@@ -64,8 +64,7 @@ def rpc(at, _own, given):
         x, border = k - low + y / mu, threshold * mu
         errors = torch.where(x > border, x - border, torch.where(x < -border, x + border, 0))
         at.k = k - errors - y / mu
-        logits = (at.k @ at.k.mT * at.scale).masked_fill(at.seen == 0, -torch.inf)
-        low = logits.softmax(-1).nan_to_num() @ at.v
+        low = at.logits_of(at.k, at.k).softmax(-1) @ at.v
         y = y + mu * (k - low - errors)
     return at.k
 

@@ -19,7 +19,7 @@ class Elliptical(Mitigation):
     With rotary positions m weighs rotated channels, so attention then depends on absolute positions too.
     """
 
-    requires = ("previous_values",)
+    requires = ("previous_values", "first_values")  # the same tokens in all layers
 
     def scores(self, q: Tensor | None, k: Tensor | None, call: AttentionCall) -> Scores:
         call.keep(call.v)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from acutance.attention import AttentionCall
 from acutance.attention.operator import HIDDEN
-from acutance.errors import AcutanceError
+from acutance.errors import AcutanceError, ShapeError
 from acutance.mitigations.base import LayerShape, Mitigation, Scores, register
 
 LOW = HIDDEN / 2  # a token that sees only itself keeps itself: others are hidden by less than that
@@ -39,5 +39,7 @@ class LSA(Mitigation):
         rows, keys = q.shape[-2], k.shape[-2]
         own = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
         first = keys - call.behind - rows  # of the rows' own keys
+        if first < 0:
+            raise ShapeError(f"{call.name}: lsa hides each token from itself, but {rows} queries have {keys} keys")
         bias = q.new_zeros(rows, keys).masked_fill(own.triu(first).tril(first), LOW)
         return q, k, bias[None, None]
