@@ -38,6 +38,7 @@ def lsa_logits(at, _own, given):
 
 def reattention(at, own, _given, seen=(0.0, 1.0)):
     """Heads of A mixed, then normed by the mean and variance that were seen, or by the batch's own."""
+    own = {path.rpartition(".")[2]: p for path, p in own.items()}
     mixed = torch.einsum("gh,bhij->bgij", own["mixing"], at.A)
     moments = (mixed.mean((0, 2, 3)), mixed.var((0, 2, 3), correction=0)) if seen is None else seen
     mean, variance = (torch.ones_like(own["weight"]) * moment for moment in moments)
