@@ -36,7 +36,7 @@ SPECS = {  # a remedy's options; what of it starts at the identity
     "lsa": {"": False, "diagonal=true": True},
     "reattention": {"": False},
     "elliptical": {"": False},
-    "rpc": {"threshold=0.2": False, "iterations=2,threshold=0.5,all_layers=true": False},
+    "rpc": {"iterations=2,threshold=0.2": False, "iterations=2,threshold=0.5,all_layers=true": False},
     "mv_split": {"": False, "0.5,alpha=0.2": False},
 }
 CASES = {f"{name}:{options}".rstrip(":"): starts for name, kinds in SPECS.items() for options, starts in kinds.items()}

@@ -20,7 +20,8 @@ class RPC(Mitigation):
     As in the authors' code, μ is D/(4 · mean ‖k‖₁) per head, D the width of all heads together. The mean runs over the
     tokens that each token sees, so it ignores padding and is causal where attention is. Not the identity at the start,
     and it learns nothing. Each iteration costs a product. With rotary positions k is the rotated key, so what is
-    subtracted from it makes attention depend on absolute positions.
+    subtracted from it makes attention depend on absolute positions. Iterations amplify rounding: after four, bfloat16
+    may be far off.
 
     Args:
         iterations: 4 in layer 1, 2 where all layers iterate, in the authors' runs.
@@ -51,14 +52,15 @@ class RPC(Mitigation):
 
     def _clean(self, k: Tensor, call: AttentionCall) -> Tensor:
         """The keys of the last iteration, whose product is the model's own."""
-        heads = call.A.heads
+        heads, dtype = call.A.heads, k.dtype
+        k = k.to(torch.promote_types(dtype, torch.float32))  # differences of what is nearly alike
         size = call.visible_mean(k.abs().sum(-1, keepdim=True))[:, :: heads // k.shape[1]]
         mu = heads * k.shape[-1] / 4 / size.clamp_min(torch.finfo(size.dtype).eps)  # 0 in a row that sees nothing
         low = y = torch.zeros_like(k)
         for left in reversed(range(self.iterations)):
             noisy = k - low + y / mu
             sparse = noisy.sign() * F.relu(noisy.abs() - self.threshold * mu)
-            clean = k - sparse - y / mu
+            clean = (k - sparse - y / mu).to(dtype)
             if left:
                 low = call.A.replace(q=clean, k=clean).apply(call.v)
                 y = y + mu * (k - low - sparse)
