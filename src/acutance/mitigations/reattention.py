@@ -13,15 +13,15 @@ class Reattention(Mitigation):
     """u = BN(Θ A) v: heads mixed after the softmax, Θ learnt from the identity (https://arxiv.org/abs/2103.11886).
 
     Not the identity at the start. BN is a batch norm whose channels are the heads: in training every head's matrix has
-    mean 0 and variance 1 over the batch and all pairs of tokens, in evaluation it uses running statistics. Where a mask
-    or causality hides pairs it is refused. Θ has no bias: the norm would take it out. It forms the N×N matrix of every
-    head.
+    mean 0 and variance 1 over the batch and all pairs of tokens, in evaluation it uses running statistics. Where a
+    mask, causality or windows hide pairs it is refused. Θ has no bias: the norm would take it out. It forms the N×N
+    matrix of every head.
 
     Args:
         large: do so above 1024 tokens too, where it is refused otherwise.
     """
 
-    requires = ("all_visible", "plain_attention", "plain_output")
+    requires = ("all_visible", "all_tokens", "plain_attention", "plain_output")
     changes_attention = True
 
     def __init__(self, large: bool = False) -> None:

@@ -19,9 +19,9 @@ class RPC(Mitigation):
 
     As in the authors' code, μ is D/(4 · mean ‖k‖₁) per head, D the width of all heads together. The mean runs over the
     tokens that each token sees, so it ignores padding and is causal where attention is. Not the identity at the start,
-    and it learns nothing. Each iteration costs a product. With rotary positions k is the rotated key, so what is
-    subtracted from it makes attention depend on absolute positions. Iterations amplify rounding: after four, bfloat16
-    may be far off.
+    and it learns nothing. W_Q gets no gradient. Each iteration costs a product. With rotary positions k is the rotated
+    key, so what is subtracted from it makes attention depend on absolute positions. Iterations amplify rounding: after
+    four, bfloat16 may be far off.
 
     Args:
         iterations: 4 in layer 1, 2 where all layers iterate, in the authors' runs.
