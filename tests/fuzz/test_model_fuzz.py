@@ -5,6 +5,7 @@ parameters are those of the mitigated model by name.
 """
 
 import copy
+import itertools
 import warnings
 from functools import partial
 from types import SimpleNamespace
@@ -38,9 +39,22 @@ REMEDIES = {  # every mitigation has a row here, and its formula in parity_formu
     "sink": ["0.5", "-1.0,learn=none"],
     "talking_heads": [""],
     "mv_split": ["", "0.5,alpha=0.2"],
+    "twicing": ["", "from_layer=2"],
+    "gfsa": ["", "3"],
+    "contranorm": ["0.2", "0.1,temperature=0.5,form=identity"],
+    "lsa": ["", "diagonal=true"],
+    "reattention": [""],
+    "elliptical": [""],
+    "rpc": ["threshold=0.2", "iterations=2,threshold=0.5,all_layers=true"],
     "eigen": [f"sign=negative,basis={basis},spectrum=square" for basis in ("qr", "polar", "cayley", "householder")]
     + [f"sign={sign},basis=inverse,spectrum={kind}" for sign, kind in (("free", "square"), ("positive", "bounded"))],
 }
+SQUARE = {"mv_split", "twicing", "gfsa", "contranorm", "rpc"}  # refused once generation goes on from a cache
+ORDERS = (  # what cannot come after what
+    ({"sink", "twicing", "gfsa", "reattention"}, {"sink", "shaped", "talking_heads", "reattention"}),
+    ({"rpc"}, {"lsa", "elliptical"}),
+    ({"reattention"}, {"attnscale", "neutreno", "value_residual", "xsa", "gate", "twicing", "gfsa"}),
+)
 WAYS = ("eager", "no_grad", "checkpointing", "threads", "cache", "no cache")
 LAYOUTS = ("none", "padded", "packed", "causal")
 NO_DROPOUT = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
@@ -73,9 +87,9 @@ class Model(SimpleNamespace):
         return range(1, depth + 1, 2 if self.odd_layers else 1)
 
     def follows(self, late, early):
-        """Whether a part of the one kind comes after a part of the other, which has changed A."""
-        kinds = [part.partition(":")[0] for part in self.parts]
-        return late in kinds and early in kinds[: kinds.index(late)]
+        """Whether a part of one of the first kinds comes after a part of one of the others, which it cannot."""
+        pairs = itertools.combinations((part.partition(":")[0] for part in self.parts), 2)
+        return any(second in late and first in early for first, second in pairs)
 
     @property
     def must_be_refused(self):
@@ -84,10 +98,11 @@ class Model(SimpleNamespace):
         widths = {both[(layer - 1) % 2] for layer in self.layers}
         groups = self.family in ("llama", "written") and self.kv_heads < HEADS
         return (
-            ("featscale" in self.kinds and (self.family in CAUSAL or self.layout != "none"))
-            or (self.kinds & {"neutreno", "value_residual"} and widths != {both[0]})
-            or ("mv_split" in self.kinds and self.way == "cache")
-            or any(self.follows(late, early) for late in ("sink",) for early in ("sink", "shaped", "talking_heads"))
+            (self.kinds & {"featscale", "reattention"} and (self.family in CAUSAL or self.layout != "none"))
+            or (self.kinds & {"neutreno", "value_residual", "elliptical"} and widths != {both[0]})
+            or ("elliptical" in self.kinds and 3 in self.layers and 2 not in self.layers)
+            or (self.kinds & SQUARE and self.way == "cache")
+            or any(self.follows(late, early) for late, early in ORDERS)
             or ("eigen" in self.kinds and (groups or widths != {3}))
         )
 
@@ -95,8 +110,10 @@ class Model(SimpleNamespace):
     def exists(self):
         if self.family == "gpt2" and "eigen" in self.kinds:
             return False  # its W_V lies across in the matrix of all three: tests/mitigations has it
-        if self.family == "gemma4" and self.kinds & {"featscale", "eigen"}:
+        if self.family == "gemma4" and self.kinds & {"featscale", "eigen", "reattention", "elliptical"}:
             return False  # always refused
+        if "reattention" in self.kinds and self.way == "checkpointing":
+            return False  # the formula is that of evaluation: tests/mitigations has training
         if "cache" in self.way and (self.family not in ("llama", "gpt2") or self.layout == "packed"):
             return False
         return self.layout in FAMILIES.get(self.family, (LAYOUTS,))[-1]

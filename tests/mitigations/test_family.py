@@ -30,6 +30,13 @@ SPECS = {  # a remedy's options; what of it starts at the identity
     "shaped": {"": True},
     "sink": {"0.5": False, "0.0,learn=none": False},
     "talking_heads": {"": True},
+    "twicing": {"": False, "from_layer=2": False},
+    "gfsa": {"": True, "3": True},
+    "contranorm": {"0.2": False, "0.1,temperature=0.5,form=identity": False},
+    "lsa": {"": False, "diagonal=true": True},
+    "reattention": {"": False},
+    "elliptical": {"": False},
+    "rpc": {"iterations=2,threshold=0.2": False, "iterations=2,threshold=0.5,all_layers=true": False},
     "mv_split": {"": False, "0.5,alpha=0.2": False},
 }
 CASES = {f"{name}:{options}".rstrip(":"): starts for name, kinds in SPECS.items() for options, starts in kinds.items()}
@@ -38,8 +45,8 @@ TOGETHER = (
     "value_residual:learn=head+attnscale+neutreno:0.6,learn=head",
     "shaped+talking_heads",
 )
-REFUSED = {"llama": ("featscale",)}  # because a mask hides tokens, or attention is causal
-CACHES = {"mv_split"}  # refused once generation goes on from a cache
+REFUSED = {"llama": ("featscale", "reattention")}  # because a mask hides tokens, or attention is causal
+CACHES = {"mv_split", "twicing", "gfsa", "contranorm", "rpc"}  # refused once generation goes on from a cache
 SUBJECTS = {"vit": ("acutance.models", "multi-head"), "torch.nn": ("torch.nn", "multi-head")}
 SUBJECTS |= {"llama": ("transformers", "grouped-query")}
 

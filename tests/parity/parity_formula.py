@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from parity.parity_remedies import FORMULAS as MORE
+
 HIDDEN = -1e30  # a mask adds less than this to the logits of hidden keys
 PARTS = ("attnscale", "neutreno", "featscale")
 
@@ -95,15 +97,19 @@ def attend(q, k, v, first, own, *, parts=PARTS, mask=None, cut=False, strength=0
     """
     k, v, first = (x if x is None else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v, first))
     at = SimpleNamespace(q=q, k=k, w=v, v=v, first=first, own=own, parts=parts, cut=cut, strength=strength, **more)
-    at.scale = q.shape[-1] ** -0.5 if scale is None else scale
+
+    def logits_of(q, k):
+        logits = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        return logits if mask is None else logits + mask
+
+    at.logits_of, at.seen = logits_of, torch.ones_like(q @ k.transpose(-1, -2))
+    at.seen = at.seen if mask is None else at.seen * (mask > HIDDEN)
     for change in hooks("values", at):
         at.w = change()
     for change in hooks("queries", at):
         at.q = change()
-    at.logits = at.q @ k.transpose(-1, -2) * at.scale
-    at.logits = at.logits if softcap is None else softcap * torch.tanh(at.logits / softcap)
-    at.seen = torch.ones_like(at.logits) if mask is None else torch.ones_like(at.logits) * (mask > HIDDEN)
-    at.logits = at.logits if mask is None else at.logits + mask
+    at.logits = logits_of(at.q, at.k)
     for change in hooks("logits", at):
         at.logits = change()
     at.A = at.logits.softmax(-1).to(v.dtype)
@@ -197,7 +203,7 @@ def mv_split(at, _own, given):
     return beta * (at.y - means @ at.y) + alpha * (means @ at.y - means @ at.residual)
 
 
-FORMULAS = {
+FORMULAS = MORE | {
     ("value_residual", "values"): value_residual,
     ("attnscale", "output"): attnscale, ("neutreno", "output"): neutreno, ("xsa", "output"): xsa,
     ("gate", "output"): gate, ("shaped", "output"): shaped, ("sink", "output"): sink,

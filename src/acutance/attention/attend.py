@@ -26,7 +26,7 @@ def attend(call: AttentionCall, mitigation: Hooks = None, observer: Observer | N
         w = mitigation.values(call.v, call)
         q, k, bias = mitigation.scores(call.q, call.k, call)
         if q is not call.q or k is not call.k or bias is not None:
-            call.scored = q, k, bias
+            call.scored, call.operator = (q, k, bias), None  # A may have been asked for before
         u = mitigation.output(call.own(w), w, call)
     if observer is not None:
         call.values, call.output = w, u

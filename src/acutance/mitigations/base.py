@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -88,6 +89,8 @@ class Mitigation(nn.Module):
     #   square           as many queries as keys, of the same tokens: none in a cache
     #   nothing_between  u goes to W_proj as it is
     #   plain_attention  A as the model makes it: no part before it changes what A does to values
+    #   plain_scores     queries and keys as the model makes them: no part before it changes them
+    #   plain_output     u as the model makes it, because it is replaced: no part before it changes it
     requires: tuple[str, ...] = ()
     changes_attention: ClassVar[bool] = False  # whether u is no longer A w, with the model's A, after it
     shape: LayerShape | None = None  # set once built for a layer
@@ -152,6 +155,10 @@ class Mitigation(nn.Module):
         """Whether this class overrides that hook."""
         return getattr(type(self), hook) is not getattr(Mitigation, hook)
 
+    def is_lost_on(self, earlier: Mitigation) -> bool:
+        """Whether a part before this one takes away what this one requires."""
+        return any(LOST[need](earlier) for need in LOST.keys() & self.requires)
+
     @property
     def is_idle(self) -> bool:
         """Whether its options make it do nothing, such as λ̃ = 0."""
@@ -194,6 +201,13 @@ class Mitigation(nn.Module):
         return self.spec
 
 
+LOST: dict[str, Callable[[Mitigation], bool]] = {  # whether a part before takes away what is required
+    "plain_attention": lambda earlier: earlier.changes_attention,
+    "plain_scores": lambda earlier: earlier.overrides("scores"),
+    "plain_output": lambda earlier: earlier.overrides("output") or earlier.overrides("affine"),
+}
+
+
 def _in_turn(hook: str, passed_on: int | None = None) -> Any:
     """A combination's hook: each part's in turn, whose result is argument `passed_on` of the next."""
 
@@ -218,14 +232,11 @@ class Combined(Mitigation):
         super().__init__()
         self.parts: Any = nn.ModuleList(part for given in parts for part in parts_of(given))
         self.requires = tuple(need for part in parts_of(self) for need in part.requires)
-        earlier: Mitigation | None = None
-        for part in parts_of(self):
-            if earlier is not None and "plain_attention" in part.requires:
-                raise AcutanceError(
-                    f"{part.name} needs the model's A, which {earlier.name} before it has changed: write "
-                    f"{part.spec}+{earlier.spec}"
-                )
-            earlier = part if part.changes_attention else earlier
+        for earlier, part in itertools.combinations(parts_of(self), 2):
+            if part.is_lost_on(earlier):
+                why = f"{part.name} needs the model's own attention, which {earlier.name} before it has changed"
+                swapped = f"write {part.spec}+{earlier.spec}"
+                raise AcutanceError(f"{why}: {'use one of them' if earlier.is_lost_on(part) else swapped}")
 
     def unparametrise(self, value: Projection, output: Projection) -> None:
         for part in reversed(self.parts):
