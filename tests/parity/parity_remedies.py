@@ -4,7 +4,8 @@ Each takes what is known of a layer, its learnt parameters, and its options as t
 
 Once, by hand, all seven were compared with their authors' public code in float64: one layer of three heads on 17 random
 tokens, the same weights on both sides. Twicing's outputs agreed to 15 digits (8.9e-15 off, the largest being 17.7), and
-so did GFSA's (1.1e-14 of 25.1), Re-attention's in both modes, LSA's, Elliptical's, RPC's and both forms of ContraNorm.
+so did GFSA's (1.1e-14 of 25.1), Re-attention's in both modes, LSA's, Elliptical's and both forms of ContraNorm's; RPC's
+agreed to 13 digits after four iterations.
 """
 
 import torch
