@@ -115,7 +115,7 @@ def with_gradients(output, parameters):
     parameters = dict(parameters)
     for parameter in parameters.values():
         parameter.grad = None
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=output.dtype)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(output)
     (output * weights).sum().backward()
     found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
     return found | {"output": output.detach()}
