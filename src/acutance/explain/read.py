@@ -17,6 +17,7 @@ from acutance.attention import AttentionCall, spectra
 from acutance.attention.operator import AttentionOperator
 from acutance.attention.spectra import DENSE_TOKENS
 from acutance.errors import AcutanceError, NonFiniteError, warn
+from acutance.explain.change import ChangeReader, padding
 from acutance.explain.spectral_theory import Families, Series, constant_mode, families, growth
 from acutance.explain.spectrum import EXACT_MU, Dominance, LayerSpectrum, Share, Spectrum, compare, warn_beyond_bound
 from acutance.explain.weights import Norm, convex_hull, layer_spectrum
@@ -93,10 +94,12 @@ def with_data(
     """The layers of these sites, with what attention and tokens did in them; `part` is where in the model they are."""
     numbers = {site.attention: number for site, number in sites.layers_of(sites.part_of(model, part))}
     readers = [LayerReader(layer, site, numbers[site.attention], prefix) for site, layer in layers.items()]
-    walk(model, batches, *readers, part=part, progress="explaining" if progress else None)
+    changes = [ChangeReader(site, numbers[site.attention], prefix) for site in layers]
+    walk(model, batches, *readers, *changes, part=part, progress="explaining" if progress else None)
     if not readers[0].kept:
         raise AcutanceError("explain got no batches: pass an iterable with at least one, or None for the weights only")
-    return [replace(reader.layer, dominance=reader.result()) for reader in readers]
+    found = zip(readers, changes, strict=True)
+    return [replace(reader.layer, dominance=reader.result(), change=change.result()) for reader, change in found]
 
 
 class LayerReader(Visitor):
@@ -126,9 +129,7 @@ class LayerReader(Visitor):
             what = f"{call.A.shape} is over windows or merged tokens, not all {tuple(self.tokens.shape[:2])} tokens"
             raise AcutanceError(f"layer {self.layer.layer}: attention {what}: explain weights alone, explain(model)")
         A = self.present.record(call).A
-        _, self.valid = self.present.tokens(self.tokens)
-        if self.valid is None and (visible := call.visible()) is not None:  # tokens that nobody sees are padding
-            self.valid = visible.any(-2).any(1).expand(A.shape[0], A.shape[-1])
+        self.valid = padding(self.present, self.tokens, call)
         self.before = self._ratio(self.tokens)
         try:
             others, residuals = competing_eigenvalues(A, list(self.lam.values()), self.valid)

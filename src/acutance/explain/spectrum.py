@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from acutance.attention.spectra import DENSE_TOKENS
 from acutance.errors import AcutanceError, warn
 from acutance.explain import spectral_theory as theory
+from acutance.explain.change import Change, Shift
 from acutance.explain.spectral_theory import Series, format_complex
 from acutance.report.page import FELL, SPECTRUM_HINT, spectrum_charts, write_page
 from acutance.report.pictures import Figure, plot_spectrum
@@ -93,7 +94,8 @@ class LayerSpectrum:
     error: float = 0.0  # the largest residual of the outer eigenvalues that decide
     symmetry: float = math.nan  # cosine between the whole H and its transpose
     norm: str = "none"  # the pre-norm's weight: folded, left out, or none
-    dominance: Dominance | None = None  # with data only
+    dominance: Dominance | None = None  # with data only, as is the next
+    change: Change | None = None  # what the layer did to log HFC/LFC, part by part
 
     @property
     def spectrum(self) -> Eigenvalues:
@@ -310,7 +312,10 @@ class Spectrum(Result):
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Self:
-        return cls(tuple(map(_from_plain, body["layers"])), body["context"])
+        layers = tuple(map(_from_plain, body["layers"]))
+        if not all(isinstance(layer, LayerSpectrum) for layer in layers):
+            raise ValueError("a layer lacks its eigenvalues")
+        return cls(layers, body["context"])
 
     def plot(self, kind: Picture = "histogram") -> Figure:
         """A matplotlib figure: eigenvalues by layer as a `histogram` or in the complex `plane`, or `dominance` bars."""
@@ -373,14 +378,18 @@ def share_where(event: NDArray[Any], met: NDArray[Any]) -> float:
     return float(np.average(event[met > 0], weights=met[met > 0])) if (met > 0).any() else math.nan
 
 
+KINDS: Sequence[Any] = (Share, Outcome, Dominance, LayerSpectrum, Change, Shift)
+
+
 def _from_plain(value: Any) -> Any:
     """What `to_plain` took apart; the name of its first field tells a dataclass."""
     if isinstance(value, dict):
         inside = {name: _from_plain(item) for name, item in value.items()}
         if inside.keys() == {"real", "imag"}:
             return inside["real"] + 1j * inside["imag"]
-        named = [kind for kind in (Share, Outcome, Dominance, LayerSpectrum) if kind.__match_args__[0] in inside]
-        return named[0](**{name: inside[name] for name in named[0].__match_args__})
+        named = [kind for kind in KINDS if kind.__match_args__[0] in inside]
+        known = [name for name in named[0].__match_args__ if name in inside] if named else []
+        return named[0](**{name: inside[name] for name in known}) if named else inside
     if isinstance(value, list):
         items = [_from_plain(item) for item in value]
         return tuple(items) if items and isinstance(items[0], Share) else np.array(items, np.float64)
