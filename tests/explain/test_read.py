@@ -122,6 +122,8 @@ def test_prefix_is_left_out_of_the_measurement() -> None:
     assert out.context["prefix"] == "1 prefix tokens out"
     before, after = watch(model, images)[1][2]
     want = (ratio(after[:, 1:]) / ratio(before[:, 1:])).log().mean()
+    in_frobenius = [ac.metrics.hfc_lfc_frobenius(tokens[:, 1:]) for tokens in (before, after)]
+    assert out[2].change.whole.mean == pytest.approx(float((in_frobenius[1] / in_frobenius[0]).log().mean()), abs=1e-6)
     assert out[2].dominance.block.change == pytest.approx(float(want), abs=1e-6)
     inside = ac.explain(model, [images], progress=False)[2].dominance.block.change
     assert out[2].dominance.block.change != pytest.approx(inside, abs=1e-4)
