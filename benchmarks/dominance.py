@@ -108,10 +108,10 @@ def explained(model: ViT, batches: Sequence[Tensor], about: Row) -> tuple[Row, S
 
 
 def by_layer(spectrum: Spectrum) -> list[Row]:
-    """Every layer's verdict, dominance and outcome, without eigenvalues."""
+    """Every layer's family, dominance and outcome, without eigenvalues."""
     plain = json.loads(spectrum.to_json())["layers"]
     return [
-        {"layer": s.layer, "verdict": s.verdict, "quantiles": s.quantiles, "symmetry": s.symmetry}
+        {"layer": s.layer, "family": s.family, "quantiles": s.quantiles, "symmetry": s.symmetry}
         | ({"dominance": found["dominance"]} if found.get("dominance") else {})
         for s, found in zip(spectrum.layers, plain, strict=True)
     ]

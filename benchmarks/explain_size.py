@@ -71,7 +71,7 @@ def benchmark(arguments: argparse.Namespace) -> Row:
         "cpu_seconds_lowest": f"{min(seconds):.2f}",
         "cpu_seconds_highest": f"{max(seconds):.2f}",
         "elapsed_seconds": f"{sum(elapsed):.1f}",
-        "verdicts": ", ".join(f"{count} {verdict}" for verdict, count in Counter(s.verdict for s in kept).items()),
+        "verdicts": ", ".join(f"{count} {family}" for family, count in Counter(s.family for s in kept).items()),
         "largest_error": f"{max(s.error for s in kept):.1e}",
         "peak_mib": f"{(resident - before) / MIB:.0f}",
         "resident_mib": f"{resident / MIB:.0f}",

@@ -157,7 +157,7 @@ def test_what_has_not_converged_warns_and_gives_its_residual(monkeypatch) -> Non
 
 
 @pytest.mark.parametrize("shape", [(48, 8, 2, 6), (20, 4, 4, 9)], ids=["grouped queries", "wide inside"])
-def test_wide_layers_get_the_verdict_of_the_whole(shape, monkeypatch) -> None:
+def test_wide_layers_get_the_family_of_the_whole(shape, monkeypatch) -> None:
     """Of a layer with a pre-norm, without all eigenvalues of the whole H."""
     norm = nn.LayerNorm(shape[0]).double()
     norm.weight.data[::3] *= -2
@@ -170,20 +170,21 @@ def test_wide_layers_get_the_verdict_of_the_whole(shape, monkeypatch) -> None:
         for mu in MUS:
             np.testing.assert_allclose(np.abs(1 + found.deciding * mu).max(), np.abs(1 + every * mu).max(), rtol=1e-7)
         assert found.deciding.real.min() == pytest.approx(every.real.min(), abs=1e-7)
-    assert (wide.verdict, wide.crossing is None, wide.reason) == (exact.verdict, exact.crossing is None, exact.reason)
+    assert (wide.family, wide.crossing is None) == (exact.family, exact.crossing is None)
+    assert wide.tendency == pytest.approx(exact.tendency, abs=1e-9)
     assert wide.eigenvalues is None
     assert wide.symmetry == pytest.approx(exact.symmetry, rel=1e-9)
 
 
-def test_a_verdict_within_the_error_is_unknown(monkeypatch) -> None:
+def test_a_family_within_the_error_is_unknown(monkeypatch) -> None:
     """max|1 + λ| of the layer is 1 + 1e-4; known to 1e-2 it might be below 1."""
     site = BareSite(30, 2, 2, 15)
     site.value, site.projection = torch.eye(30).double(), torch.linalg.qr(normal(30, 30)).Q
     site.projection = site.projection @ torch.diag(torch.linspace(-1.5, 1e-4, 30).double()) @ site.projection.mT
     monkeypatch.setattr(weights, "WHOLE_UP_TO", 2)
     sure = layer_spectrum(site)
-    assert sure.verdict == "smoothing"
+    assert sure.family == "constant"
     monkeypatch.setattr(weights, "arnoldi_hull", lambda *_, layer: (sure.outer, 1e-2))
     blurred = layer_spectrum(site)
-    assert blurred.verdict == "unknown"
-    assert "known to 0.01 only" in blurred.reason
+    assert blurred.family == "unknown"
+    assert "known to 0.01 only" in blurred.note

@@ -47,7 +47,7 @@ def test_long_causal_attention_reads_the_same_under_any_mask(implementation: str
     model.set_attn_implementation("sdpa")
     with pytest.warns(AcutanceWarning, match="λ = -2.02 lies beyond"):
         alone = ac.explain(model, [{"input_ids": ids[:1]}, {"input_ids": ids[1:, kept]}], progress=False)[1]
-    assert masked.verdict == alone.verdict == "smoothing"
+    assert masked.family == alone.family == "constant"
     a, b = masked.dominance, alone.dominance
     assert a.predicted == b.predicted == Share(1.0, 0.0)
     assert a.mu_error == 0

@@ -102,7 +102,8 @@ def run(reader: LayerReader, A: AttentionOperator, tokens, branch, output) -> No
     """A block runs on the tokens."""
     heads = branch[:, None].expand(-1, A.heads, -1, -1)
     reader.enter(1, tokens)
-    reader.attend(1, AttentionCall(operator=A, v=heads, values=heads, output=heads, branch=branch))
+    seen = {"operator": A, "q": A.q, "k": A.k, "mask": A.mask}
+    reader.attend(1, AttentionCall(**seen, v=heads, values=heads, output=heads, branch=branch))
     reader.leave(1, output)
 
 
@@ -121,6 +122,8 @@ def test_prefix_is_left_out_of_the_measurement() -> None:
     assert out.context["prefix"] == "1 prefix tokens out"
     before, after = watch(model, images)[1][2]
     want = (ratio(after[:, 1:]) / ratio(before[:, 1:])).log().mean()
+    in_frobenius = [ac.metrics.hfc_lfc_frobenius(tokens[:, 1:]) for tokens in (before, after)]
+    assert out[2].change.whole.mean == pytest.approx(float((in_frobenius[1] / in_frobenius[0]).log().mean()), abs=1e-6)
     assert out[2].dominance.block.change == pytest.approx(float(want), abs=1e-6)
     inside = ac.explain(model, [images], progress=False)[2].dominance.block.change
     assert out[2].dominance.block.change != pytest.approx(inside, abs=1e-4)
@@ -171,7 +174,7 @@ def test_layer_scale_is_part_of_the_branch() -> None:
     assert spectrum[1].dominance.branch.change == pytest.approx(want, abs=1e-6)
 
 
-def test_eigenvalues_of_attention_that_have_not_converged_make_the_verdict_unknown(monkeypatch) -> None:
+def test_eigenvalues_of_attention_that_have_not_converged_make_the_family_unknown(monkeypatch) -> None:
     """λ = −1.99 against a μ_min of 0, 520 tokens: decided by the converged μ, open within the error of a rough one."""
     q, stream = normal(1, 1, 520, 4), normal(3, 1, 520, 4, seed=1)
 
@@ -184,18 +187,18 @@ def test_eigenvalues_of_attention_that_have_not_converged_make_the_verdict_unkno
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sure = [found(lam) for lam in (-1.99, 0.5)]
-    assert [(at.verdict, at.dominance.undecided) for at in sure] == [("sharpening", 0), ("smoothing", 0)]
+    assert [(at.family, at.dominance.undecided) for at in sure] == [("varying", 0), ("constant", 0)]
     assert 0 < sure[0].dominance.mu_error < 1e-9
 
     monkeypatch.setattr(spectra, "LARGEST_SPACE", 32)
     with pytest.warns(AcutanceWarning, match=r"layer 7: .*residual is .*wanted .*at most 512 tokens a sample"):
         rough = found(-1.99)
     assert rough.dominance.mu_error > 1e-3
-    assert (rough.verdict, rough.dominance.undecided, rough.dominance.predicted) == ("unknown", 1, Share(0.0, 0.0))
-    assert "μ of A is known to" in rough.reason
+    assert (rough.family, rough.dominance.undecided, rough.dominance.predicted) == ("unknown", 1, Share(0.0, 0.0))
+    assert "μ of A is known to" in rough.note
     with pytest.warns(AcutanceWarning, match="layer 7"):
         clear = found(0.5)  # the lead of μ = 1 is far larger than the error
-    assert (clear.verdict, clear.dominance.undecided) == ("smoothing", 0)
+    assert (clear.family, clear.dominance.undecided) == ("constant", 0)
 
 
 @pytest.mark.parametrize(

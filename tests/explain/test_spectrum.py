@@ -1,4 +1,4 @@
-"""Verdicts, the file, the pictures and the page."""
+"""Families and tendencies, the file, the pictures and the page."""
 
 import json
 import math
@@ -34,23 +34,24 @@ def strict_json(text: str):
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_verdicts_follow_the_sign_of_the_spectrum(model: ViT, read: Spectrum) -> None:
+def test_families_and_tendencies_follow_the_sign_of_the_spectrum(model: ViT, read: Spectrum) -> None:
     spectrum = ac.explain(model, progress=False)
     for found in (spectrum, read):
-        assert [layer.verdict for layer in found.layers] == ["smoothing", "sharpening", "neutral"]
+        assert [layer.family for layer in found.layers] == ["constant", "varying", "neither"]
+    assert [layer.verdict for layer in spectrum.layers] == ["smoothing", "sharpening", "neutral"]
+    assert [layer.tendency for layer in spectrum.layers] == pytest.approx([-np.log(1.5), np.log(2), 0])  # of (1 + λ)X
+    assert read[2].tendency == pytest.approx(-np.log(abs(1 - 0.5 * read[2].scale)))
     assert spectrum[2].negative_share == 1.0
     assert spectrum[2].quantiles == pytest.approx((-0.5,) * 5)
-    assert "1.500 (λ = 0.5) is above 1" in spectrum[1].reason
-    assert "μ ≠ 1 in 100%" in read[2].reason
 
 
 @pytest.mark.parametrize(
-    ("smoothing", "sharpening", "undecided", "verdict"),
-    [(0.2, 0.8, 0, "sharpening"), (0.6, 0, 0.4, "smoothing"), (0.4, 0, 0.2, "unknown"), (0.3, 0, 0.1, "neutral")],
+    ("smoothing", "sharpening", "undecided", "family"),
+    [(0.2, 0.8, 0, "varying"), (0.6, 0, 0.4, "constant"), (0.4, 0, 0.2, "unknown"), (0.3, 0, 0.1, "neither")],
 )
-def test_a_majority_makes_the_verdict(read: Spectrum, smoothing, sharpening, undecided, verdict) -> None:
+def test_a_majority_makes_the_family(read: Spectrum, smoothing, sharpening, undecided, family) -> None:
     seen = replace(read[1].dominance, predicted=Share(smoothing, sharpening), undecided=undecided, mu_error=0.1)
-    assert replace(read[1], dominance=seen).verdict == verdict
+    assert replace(read[1], dominance=seen).family == family
 
 
 def test_one_eigenvalue_beyond_the_bound_need_not_make_the_layer_smooth(model: ViT) -> None:
@@ -59,8 +60,8 @@ def test_one_eigenvalue_beyond_the_bound_need_not_make_the_layer_smooth(model: V
     found = ac.explain(model, [torch.randn(2, 1, 8, 8)], progress=False)[1]
     sharp = replace(found.dominance, mu_min_by_sample=np.full((2, 2), 0.133), predicted=Share(0.0, 1.0))
     layer = replace(found, dominance=sharp)
-    assert (layer.crossing, layer.verdict) == (pytest.approx(-1.9), "sharpening")
-    assert "λ = -1.9 lies beyond −2/(1+μ_min) = -1.77" in layer.reason
+    assert (layer.crossing, layer.family) == (pytest.approx(-1.9), "varying")
+    assert "λ = -1.9 lies beyond −2/(1+μ_min) = -1.77" in layer.note
 
 
 def test_a_complex_pair_crosses_the_bound_outside_the_disc(model: ViT) -> None:
@@ -69,8 +70,8 @@ def test_a_complex_pair_crosses_the_bound_outside_the_disc(model: ViT) -> None:
     set_branch(model, 1, torch.block_diag(*[turn] * (DIM // 2)))
     with pytest.warns(AcutanceWarning, match=r"λ = -0.1±0.6i lies outside the disc over −2/\(1\+μ_min\) = -2 to 0"):
         found = ac.explain(model, progress=False)[1]
-    assert (found.crossing is not None, found.verdict) == (True, "smoothing")
-    assert "outside the disc" in found.reason
+    assert (found.crossing is not None, found.family) == (True, "constant")
+    assert "outside the disc" in found.note
     set_branch(model, 1, torch.block_diag(*[turn - 0.3 * torch.eye(2)] * (DIM // 2)))  # −0.4 ± 0.6i: |1 + λ| = 0.85
     assert ac.explain(model, progress=False)[1].crossing is None
 
@@ -83,12 +84,12 @@ def test_heads_do_not_decide_for_a_wide_layer(model: ViT) -> None:
     spectrum, whole = (ac.explain(model, data, whole=w, progress=False) for w in (False, True))
     by_head = spectrum[1]
     np.testing.assert_allclose(by_head.heads, [[0.5] * 6, [-1.9] * 6], atol=1e-6)
-    assert (by_head.strongest, by_head.verdict) == (pytest.approx(0.5), "unknown")
-    assert (whole[1].verdict, by_head.dominance.predicted) == ("sharpening", None)
+    assert (by_head.strongest, by_head.family) == (pytest.approx(0.5), "unknown")
+    assert (whole[1].family, by_head.dominance.predicted) == ("varying", None)
     assert math.isnan(by_head.dominance.branch.agreement)
     assert by_head.dominance.branch.fell == whole[1].dominance.branch.fell
-    assert by_head.cells()["agrees (base)"] == by_head.cells()["rank"] == "–"
-    assert "No prediction" in spectrum.summary()
+    assert by_head.cells()["H⊗A %"] == "–"
+    assert "whole=True" in by_head.note
     assert spectrum.share() == spectrum.share("heads")
     with pytest.raises(AcutanceError, match="whole=True"):
         spectrum.share("whole")
@@ -115,6 +116,19 @@ def test_round_trip(model: ViT, data: bool, whole: bool, tmp_path) -> None:
     if data:
         assert math.isnan(back[1].dominance.branch.change)
         np.testing.assert_array_equal(back[2].dominance.mu_min_by_sample, spectrum[2].dominance.mu_min_by_sample)
+
+
+def test_a_file_of_the_version_before_is_read(read: Spectrum, tmp_path) -> None:
+    """It has no change, and neither the trace nor the size of H: then there is no verdict."""
+    body = json.loads(read.to_json())
+    for layer in body["layers"]:
+        for name in ("change", "mean", "power", "scale"):
+            del layer[name]
+    (tmp_path / "old.json").write_text(json.dumps(body))
+    old = Spectrum.load(tmp_path / "old.json")
+    assert old.share() == read.share()
+    assert (old[1].family, old[1].verdict) == ("constant", "unknown")
+    assert "unknown –" in str(old)
 
 
 def test_errors_name_the_file_and_the_layer(read: Spectrum, tmp_path) -> None:
@@ -150,7 +164,6 @@ def test_conditional_shares_are_pooled_over_cases_not_over_layers(read: Spectrum
     found, total = Spectrum(tuple(layers)), Spectrum(tuple(layers)).outcome()
     assert (total.fell_if_smoothing, total.rose_if_sharpening) == pytest.approx(((0.9 + 0.25 * 0.4) / 1.25, 0.6))
     assert total.correlation == pytest.approx(0.5)  # ranks 1, 3, 2 against 1, 2, 3
-    assert found[1].cells()["fell|smooth / rose|sharp"] == "90% / –"
     values = read[1].dominance.mu_min_by_sample
     assert found[1].cells()["μ_min"] == f"{values.mean():.2f} ({values.min():.2f} to {values.max():.2f})"
 
@@ -164,7 +177,7 @@ def test_pictures_show_every_eigenvalue_on_its_side(read: Spectrum) -> None:
         for bar in axis.patches:
             bars[to_hex(bar.get_facecolor())] += bar.get_height()
         assert (bars[COLOURS["sharpening"].lower()], bars[COLOURS["smoothing"].lower()]) == counts
-    assert figure.axes[1].get_title() == "layer 2: sharpening"
+    assert figure.axes[1].get_title() == f"layer 2: {read[2].verdict}"
     for axis, layer in zip(read.plot("plane").axes, read.layers, strict=False):
         points = axis.collections[0].get_offsets()
         np.testing.assert_allclose(points[:, 0] + 1j * points[:, 1], layer.spectrum)
@@ -188,11 +201,8 @@ def test_page_holds_table_and_charts(model: ViT, read: Spectrum, tmp_path) -> No
     text = read.to_html(tmp_path / "p.html").read_text()
     charts = strict_json(text.split("const charts = ")[1].split(";\nawait")[0])
     assert list(charts) == ["dominance", "histogram", "plane"]
-    assert all(layer.reason in text for layer in read.layers)
+    assert all(str(layer.change.whole) in text for layer in read.layers)
     assert sum(bar["count"] for bar in charts["histogram"]["data"]["values"]) == 3 * DIM
     assert len(charts["plane"]["data"]["values"]) == 3 * DIM
-    for row, layer in zip(charts["dominance"]["data"]["values"], read.layers, strict=True):
-        wanted = layer.dominance.branch.fell_if_smoothing
-        assert row["fell where predicted to"] == (None if math.isnan(wanted) else pytest.approx(100 * wanted))
     weights = ac.explain(model, progress=False).to_html(tmp_path / "w.html").read_text()
     assert "chart-dominance" not in weights

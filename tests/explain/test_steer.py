@@ -104,12 +104,12 @@ def test_a_spectrum_beyond_the_bound_is_warned_of():
         warnings.simplefilter("error")
         assert check_spectrum(model) == check_spectrum(make()) == {}
     psi[3] = 1.5
-    message = r"bound in layers 2 \(λ = -2.25 lies beyond .* = -2; smoothing\), with μ_min taken as 0: for that"
+    message = r"bound in layers 2 \(λ = -2.25 lies beyond .* = -2; constant\), with μ_min taken as 0: for that"
     with pytest.warns(AcutanceWarning, match=message):
         assert check_spectrum(model) == {2: pytest.approx(-2.25)}
     psi.fill_(0.1)
     psi[3] = 1.95**0.5
-    with pytest.warns(AcutanceWarning, match=r"= -1.33; not smoothing\).*taken as 0.5"):
+    with pytest.warns(AcutanceWarning, match=r"= -1.33; varying\).*taken as 0.5"):
         assert check_spectrum(model, mu_min=0.5) == {2: pytest.approx(-1.95)}
 
 
@@ -153,8 +153,8 @@ def test_whether_a_layer_smooths_is_what_explain_says(psi):
         crossing = check_spectrum(model, batch=images())
     assert layer_smooths(torch.tensor([-(psi**2)]), explained.mu_min), "by the sharp head alone it would"
     assert crossing == {1: pytest.approx(explained.crossing)}
-    assert explained.verdict == ("sharpening" if psi == 1.3 else "smoothing")
-    assert f"= {explained.bound:.3g}; {explained.verdict})" in str(caught[-1].message)
+    assert explained.family == ("varying" if psi == 1.3 else "constant")
+    assert f"= {explained.bound:.3g}; {explained.family})" in str(caught[-1].message)
 
 
 def test_one_of_several_stacks_is_looked_at_in_its_model():

@@ -95,9 +95,9 @@ def explain(
     picture_path: Annotated[Path | None, option("Also draw it here: .png, .svg, …", "--picture")] = None,
     kind: Annotated[str | None, option("What to draw: histogram, plane or, with data, dominance.")] = None,
 ) -> None:
-    """Print, per layer, whether the spectra of H = W_projᵀW_Vᵀ and A smooth or sharpen, and why.
+    """Print, per layer, whether it smooths or sharpens and which part does, and the spectra of H = W_projᵀW_Vᵀ and A.
 
-    Without data the weights decide alone; text, images or the digits are read for the attention too.
+    What a layer does is measured on text, images or the digits. Without data its weights tell a tendency.
 
     Examples: acutance explain acutance-demo/plain-seed0 --data digits --html spectrum.html
 

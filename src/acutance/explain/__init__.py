@@ -5,8 +5,10 @@ Here live what reads them, from weights alone or with data, the verdict on each 
 belong in their own rooms.
 """
 
+from acutance.explain.change import Change, ChangeReader, Shift
 from acutance.explain.read import explain
 from acutance.explain.spectrum import Dominance, LayerSpectrum, Outcome, Share, Spectrum
 from acutance.explain.weights import symmetry_over
 
-__all__ = ["Dominance", "LayerSpectrum", "Outcome", "Share", "Spectrum", "explain", "symmetry_over"]
+__all__ = ["Change", "ChangeReader", "Dominance", "LayerSpectrum", "Outcome", "Share", "Shift", "Spectrum"]
+__all__ += ["explain", "symmetry_over"]

@@ -17,6 +17,7 @@ from acutance.attention import AttentionCall, spectra
 from acutance.attention.operator import AttentionOperator
 from acutance.attention.spectra import DENSE_TOKENS
 from acutance.errors import AcutanceError, NonFiniteError, warn
+from acutance.explain.change import ChangeReader, padding
 from acutance.explain.spectral_theory import Families, Series, constant_mode, families, growth
 from acutance.explain.spectrum import EXACT_MU, Dominance, LayerSpectrum, Share, Spectrum, compare, warn_beyond_bound
 from acutance.explain.weights import Norm, convex_hull, layer_spectrum
@@ -25,6 +26,7 @@ from acutance.measure.reader import chosen
 from acutance.measure.samples import TokenLayout, refuse_single
 from acutance.measure.walk import Batch, Visitor, describe, track, walk
 from acutance.metrics import check_finite, hfc_lfc_spectral
+from acutance.metrics.sums import masked_mean, valid_positions
 from acutance.sites.structure import bare_module, refuse_sharded
 
 HOOKS_BESIDE_H = ("scores", "values", "output", "affine", "features", "stream")
@@ -41,11 +43,12 @@ def explain(
     part: str | None = None,
     progress: bool = True,
 ) -> Spectrum:
-    """Say of every layer whether its attention branch smooths or sharpens, and why.
+    """Say of every layer whether it smooths or sharpens, and which of its parts does.
 
-    From the weights alone: the eigenvalues of every layer's and head's H. With data also: the eigenvalues of A, which
-    family dominates I + H⊗A in how many samples, and whether HFC/LFC did what that predicts. Padding is left out, as
-    `measure` knows it from the batch, or else tokens that no token sees. The model is left as it was found.
+    From the weights alone: the eigenvalues of every layer's and head's H, and the tendency that follows. With data: the
+    measured change of log HFC/LFC across every layer and its parts, the eigenvalues of A, and which family dominates
+    I + H⊗A in how many samples. Padding is left out, as `measure` knows it from the batch, or else tokens that no token
+    sees. The model is left as it was found.
 
     Args:
         model: any model `acutance.sites.find` knows.
@@ -75,9 +78,9 @@ def explain(
         layers = with_data(bare, dict(zip(found, layers, strict=True)), batches, part, prefix, progress)
         assert layers[0].dominance is not None
         special = f"{sites.special_tokens(bare, part)} {prefix}"
-        read = f"HFC/LFC in the spectral norm, {special}, no padding; A in evaluation mode"
+        read = f"{special}, no padding; A in evaluation mode"
         context |= {"samples": layers[0].dominance.samples, "prefix": special, "read": read}
-    crossing = {at.layer: (at.crossing, at.mu_min, at.verdict) for at in layers if at.crossing is not None}
+    crossing = {at.layer: (at.crossing, at.mu_min, at.family) for at in layers if at.crossing is not None}
     warn_beyond_bound(crossing, "taken as 0" if batches is None else "as read on the batches")
     return Spectrum(tuple(layers), context)
 
@@ -93,10 +96,15 @@ def with_data(
     """The layers of these sites, with what attention and tokens did in them; `part` is where in the model they are."""
     numbers = {site.attention: number for site, number in sites.layers_of(sites.part_of(model, part))}
     readers = [LayerReader(layer, site, numbers[site.attention], prefix) for site, layer in layers.items()]
-    walk(model, batches, *readers, part=part, progress="explaining" if progress else None)
+    changes = [ChangeReader(site, numbers[site.attention], prefix) for site in layers]
+    walk(model, batches, *readers, *changes, part=part, progress="explaining" if progress else None)
     if not readers[0].kept:
         raise AcutanceError("explain got no batches: pass an iterable with at least one, or None for the weights only")
-    return [replace(reader.layer, dominance=reader.result()) for reader in readers]
+    found = zip(readers, changes, strict=True)
+    return [
+        replace(reader.layer, dominance=reader.result(), change=change.result(), scale=reader.scale())
+        for reader, change in found
+    ]
 
 
 class LayerReader(Visitor):
@@ -107,7 +115,7 @@ class LayerReader(Visitor):
         self.lam = {"heads": convex_hull(layer.heads)}
         if layer.deciding is not None:
             self.lam["whole"] = convex_hull(layer.deciding[None])
-        self.layer, self.site = layer, site
+        self.layer, self.site, self.pre_norm = layer, site, site.pre_norm()
         self.counted = self.present = TokenLayout()
         self.tokens = self.before = torch.empty(0)
         self.valid: Tensor | None = None  # (samples, tokens), False where there is padding
@@ -126,10 +134,13 @@ class LayerReader(Visitor):
             what = f"{call.A.shape} is over windows or merged tokens, not all {tuple(self.tokens.shape[:2])} tokens"
             raise AcutanceError(f"layer {self.layer.layer}: attention {what}: explain weights alone, explain(model)")
         A = self.present.record(call).A
-        _, self.valid = self.present.tokens(self.tokens)
-        if self.valid is None and (visible := call.visible()) is not None:  # tokens that nobody sees are padding
-            self.valid = visible.any(-2).any(1).expand(A.shape[0], A.shape[-1])
+        self.valid = padding(self.present, self.tokens, call)
         self.before = self._ratio(self.tokens)
+        if self.pre_norm is not None:
+            x, mask = self._counted(self.tokens)
+            x = x - x.mean(-1, keepdim=True) if centres(self.pre_norm, x) else x
+            sizes = x.double().square().mean(-1).sqrt().clamp_min(torch.finfo(torch.float32).eps)
+            self.kept["scale"].append(masked_mean(1 / sizes, valid_positions(mask, x)))
         try:
             others, residuals = competing_eigenvalues(A, list(self.lam.values()), self.valid)
         except NonFiniteError as problem:
@@ -174,16 +185,30 @@ class LayerReader(Visitor):
             block=compare(series["block"], lean, rate),
         )
 
-    def _ratio(self, tokens: Tensor) -> Tensor:
+    def scale(self) -> float:
+        """The mean of 1/σ over tokens that the pre-norm is given; 1 without one."""
+        return float(torch.cat(self.kept["scale"]).mean()) if "scale" in self.kept else 1.0
+
+    def _counted(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         tokens, mask = self.counted.tokens(tokens)
         if self.valid is not None:
             mask = self.valid if mask is None else mask & self.valid
-        return hfc_lfc_spectral(tokens, mask)
+        return tokens, mask
+
+    def _ratio(self, tokens: Tensor) -> Tensor:
+        return hfc_lfc_spectral(*self._counted(tokens))
 
     def _compare(self, place: str, tokens: Tensor) -> None:
         after = self._ratio(tokens)
         change = torch.log(after / self.before)
         self.kept[place].append(torch.where(after == self.before, 0.0, change))  # 0/0 and ∞/∞ included: nothing changed
+
+
+def centres(norm: nn.Module, tokens: Tensor) -> bool:
+    """Whether the norm takes the channels' mean away, as LayerNorm does and RMSNorm does not."""
+    weight = next(norm.parameters(), tokens)
+    token = torch.arange(tokens.shape[-1], device=weight.device).to(weight.dtype) % 2
+    return torch.allclose(norm.forward(token), norm.forward(token + 1), rtol=0.01, atol=0.01)
 
 
 def _share(lean: Series) -> Share:

@@ -1,8 +1,7 @@
-"""Spectrum: the eigenvalues of every layer's H, a verdict and its reason, as a table, JSON, pictures and a page."""
+"""Spectrum: what every layer did, and the eigenvalues of its H, as a table, JSON, pictures and a page."""
 
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
@@ -15,18 +14,14 @@ from numpy.typing import NDArray
 from acutance.attention.spectra import DENSE_TOKENS
 from acutance.errors import AcutanceError, warn
 from acutance.explain import spectral_theory as theory
+from acutance.explain.change import NEUTRAL, Change, Shift, Verdict, direction
 from acutance.explain.spectral_theory import Series, format_complex
 from acutance.report.page import FELL, SPECTRUM_HINT, spectrum_charts, write_page
 from acutance.report.pictures import Figure, plot_spectrum
 from acutance.report.tables import FittedTable, Result, to_plain
 
 EXACT_MU = f"Read at most {DENSE_TOKENS} tokens a sample: there all eigenvalues of A are found"
-Verdict = Literal["smoothing", "sharpening", "neutral", "unknown"]
-BY_WEIGHTS = {
-    "smoothing": "is above 1: the constant component grows fastest",
-    "sharpening": "is below 1: every constant component shrinks against the rest",
-    "neutral": "is 1: neither family dominates",
-}
+Family = Literal["constant", "varying", "neither", "unknown"]  # of tokens: μ = 1, or any other μ
 Picture = Literal["histogram", "plane", "dominance"]
 Eigenvalues = NDArray[np.complex128]
 
@@ -83,7 +78,7 @@ class Dominance:
 
 @dataclass(frozen=True, eq=False)
 class LayerSpectrum:
-    """The eigenvalues of one layer's H, per head and whole, and with data which family dominates."""
+    """What one layer did on data, and the eigenvalues of its H, per head and whole."""
 
     layer: int  # 1 is the first
     heads: Eigenvalues  # (heads, head_dim): of every H_h, less its dim − head_dim zeros
@@ -93,7 +88,11 @@ class LayerSpectrum:
     error: float = 0.0  # the largest residual of the outer eigenvalues that decide
     symmetry: float = math.nan  # cosine between the whole H and its transpose
     norm: str = "none"  # the pre-norm's weight: folded, left out, or none
-    dominance: Dominance | None = None  # with data only
+    dominance: Dominance | None = None  # with data only, as is the next
+    change: Change | None = None  # what the layer did to log HFC/LFC, part by part
+    mean: float = math.nan  # tr H/d, the mean eigenvalue, zeros included
+    power: float = math.nan  # ‖H‖²_F/d
+    scale: float = 1.0  # the mean of 1/σ of what enters the pre-norm; 1 without data or norm
 
     @property
     def spectrum(self) -> Eigenvalues:
@@ -142,88 +141,79 @@ class LayerSpectrum:
         return theory.furthest_beyond(torch.from_numpy(self.deciding), self.mu_min, self.error)
 
     @property
+    def tendency(self) -> float:
+        """log HFC/LFC after one step of uniform attention, whose branch has no HFC: what the weights alone tell.
+
+        −½ log(1 + 2s·tr H/d + s²‖H‖²_F/d) for a mean token of random direction, s the `scale`.
+        """
+        square = 1 + 2 * self.scale * self.mean + self.scale**2 * self.power
+        return -math.log(square) / 2 if square > 0 else math.nan if math.isnan(square) else math.inf
+
+    @property
     def verdict(self) -> Verdict:
-        """The family that dominates I + H⊗A: in most samples, or without data if A's smallest eigenvalue is 0."""
+        """The direction of the measured change across the whole layer; without data that of the tendency."""
+        return direction(self.tendency) if self.change is None else self.change.whole.verdict
+
+    @property
+    def family(self) -> Family:
+        """The family that wins if the layer is repeated for ever, in most samples; without data with a μ_min of 0."""
         if self.deciding is None:
             return "unknown"
         if (seen := self.dominance) is not None and seen.predicted is not None:
-            smoothing, sharpening, undecided = seen.predicted.smoothing, seen.predicted.sharpening, seen.undecided
+            constant, varying, undecided = seen.predicted.smoothing, seen.predicted.sharpening, seen.undecided
         else:
             found = theory.families(torch.from_numpy(self.deciding), torch.zeros(1, dtype=torch.float64), self.error)
-            smoothing, sharpening, undecided = map(float, (found.leaning > 0, found.leaning < 0, found.undecided))
-        if max(smoothing, sharpening) > 0.5:
-            return "smoothing" if smoothing > sharpening else "sharpening"
-        return "unknown" if max(smoothing, sharpening) + undecided > 0.5 else "neutral"
+            constant, varying, undecided = map(float, (found.leaning > 0, found.leaning < 0, found.undecided))
+        if max(constant, varying) > 0.5:
+            return "constant" if constant > varying else "varying"
+        return "unknown" if max(constant, varying) + undecided > 0.5 else "neither"
 
     @property
-    def reason(self) -> str:
-        """The verdict in words."""
-        if self.deciding is None:
-            return "the spectra of the heads do not decide for their sum: explain(…, whole=True) finds that of H"
-        gain = f"max|1+λ| = {abs(1 + self.strongest):.3f} (λ = {format_complex(self.strongest)})"
-        seen, verdict = self.dominance, self.verdict
-        if verdict == "unknown":  # because λ or μ, whichever is the worse, is not known well enough
-            words = f"{gain} is known to {self.error:.1g} only: explain(…, whole=True) finds it exactly"
-            if seen is not None and seen.mu_error * abs(self.strongest) > self.error:
-                known = f"μ of A is known to {seen.mu_error:.1g} only"
-                words = f"in {seen.undecided:.0%} of samples the families differ within the error: {known}. {EXACT_MU}"
-        elif seen is not None and (share := seen.predicted) is not None:
-            words = f"μ = 1 in {share.smoothing:.0%}, μ ≠ 1 in {share.sharpening:.0%}: {gain}"
-        else:
-            words = f"{gain} {BY_WEIGHTS[verdict]}"
-        return words if self.crossing is None else f"{words}; {crossing_words(self.crossing, self.mu_min)}"
+    def note(self) -> str:
+        """Why the family is unknown, and which eigenvalue is beyond the bound."""
+        words = [] if self.crossing is None else [crossing_words(self.crossing, self.mu_min)]
+        if self.family == "unknown":
+            error = 0.0 if self.dominance is None else self.dominance.mu_error
+            if self.deciding is None:
+                words.append("heads do not decide for their sum: explain(…, whole=True) finds H")
+            elif error * abs(self.strongest) > self.error:
+                words.append(f"μ of A is known to {error:.1g} only. {EXACT_MU}")
+            else:
+                words.append(f"λ is known to {self.error:.1g} only: explain(…, whole=True) finds it")
+        return "; ".join(words)
 
-    def cells(self) -> dict[str, str]:
-        """The layer's row in a table."""
-        low, half, high = self.quantiles[::2]
-        row = {
-            "layer": str(self.layer),
-            "verdict": self.verdict,
-            "λ < 0": f"{self.negative_share:.0%}",
-            "Re λ min / median / max": f"{low:.3f} / {half:.3f} / {high:.3f}",
-            "symmetry": f"{self.symmetry:.2f}",
-            "reason": self.reason,
-        }
-        if (seen := self.dominance) is None:
-            return row
-        branch, block = seen.branch, seen.block
-        for name, mu in (("μ_min", seen.mu_min_by_sample), ("max|μ|", seen.mu_largest_by_sample)):
-            row[name] = f"{mu.mean():.2f} ({mu.min():.2f} to {mu.max():.2f})"
-        return row | {
-            "H⊗A %": "–" if seen.whole is None else str(_mean(seen.whole)),
-            "by head %": str(_mean(seen.heads)),
-            "HFC/LFC fell": f"{branch.fell:.0%}",
-            "fell|smooth / rose|sharp": _dash(f"{branch.fell_if_smoothing:.0%} / {branch.rose_if_sharpening:.0%}"),
-            "rank": _dash(f"{branch.correlation:+.2f}"),
-            "agrees (base)": _dash(f"{branch.agreement:.0%} ({branch.base_rate:.0%})"),
-            "block (base)": _dash(f"{block.agreement:.0%} ({block.base_rate:.0%})"),
-        }
+    def cells(self, parts: Sequence[str] = ()) -> dict[str, str]:
+        """The layer's row in a table, with these parts of the change."""
+        row, tendency = {"layer": str(self.layer)}, _signed(self.tendency)
+        if self.change is None:
+            row["tendency"] = f"{direction(self.tendency)} {tendency}"
+        else:
+            found = self.change.parts
+            row |= {"verdict": self.verdict, "change": str(self.change.whole)}
+            row |= {name: _signed(found[name].mean if name in found else math.nan) for name in parts}
+            row["tendency"] = tendency
+        row |= {"λ < 0": f"{self.negative_share:.0%}", "mean λ": _signed(self.mean), "‖H‖²/d": f"{self.power:.2g}"}
+        row |= {"symmetry": f"{self.symmetry:.2f}", "family": self.family}
+        if (seen := self.dominance) is not None:
+            for name, mu in (("μ_min", seen.mu_min_by_sample), ("max|μ|", seen.mu_largest_by_sample)):
+                row[name] = f"{mu.mean():.2f} ({mu.min():.2f} to {mu.max():.2f})"
+            row |= {"H⊗A %": "–" if seen.whole is None else str(_mean(seen.whole)), "by head %": str(_mean(seen.heads))}
+        return row
 
     def percent(self) -> dict[str, float]:
-        """What dominates, and how often the tokens did as predicted, in percent; empty without data."""
+        """Which family dominates, and how often HFC/LFC fell, in percent; empty without data."""
         if (seen := self.dominance) is None:
             return {}
-        share, branch, block = _mean(seen.whole or seen.heads), seen.branch, seen.block
-        shares = {
-            "smoothing": share.smoothing,
-            "sharpening": share.sharpening,
-            FELL: branch.fell,
-            "fell where predicted to": branch.fell_if_smoothing,
-            "rose where predicted to": branch.rose_if_sharpening,
-            "agreement with the prediction": branch.agreement,
-            "base rate": branch.base_rate,
-            "agreement across the block": block.agreement,
-            "base rate of the block": block.base_rate,
-        }
-        return {name: 100 * value for name, value in shares.items()}
+        share = _mean(seen.whole or seen.heads)
+        return {"smoothing": 100 * share.smoothing, "sharpening": 100 * share.sharpening, FELL: 100 * seen.branch.fell}
 
 
 @dataclass(frozen=True, eq=False)
 class Spectrum(Result):
-    """Spectra and a verdict per layer, with the context that makes them reproducible.
+    """A verdict and spectra per layer, with the context that makes them reproducible.
 
-    Without data the smallest eigenvalue of A is unknown; 0 is assumed, which is about where softmax attention over
-    many tokens has it. The verdict is about the attention branch: the MLP is not part of it.
+    With data the verdict is the measured change of log HFC/LFC across the whole layer. Without, it is a tendency of the
+    attention branch.
     """
 
     FORMAT, INDENT = "acutance-spectrum/3", None
@@ -263,54 +253,76 @@ class Spectrum(Result):
         correlation = theory.rank_correlation([d.predicted_change for d in layers], figures[2])
         return Outcome(*[*figures[:3].mean(1).tolist(), *map(share_where, figures[3:5], odds), correlation])
 
+    def agreement(self) -> tuple[float, float]:
+        """Tendency against the measured change across the attention: rank correlation, and share of equal signs."""
+        found = [(at.tendency, at.change.attention.mean) for at in self.layers if at.change is not None]
+        if not found:
+            raise AcutanceError("agreement needs data: explain(model, batches)")
+        tendency, change = np.array(found).T
+        return theory.rank_correlation(tendency, change), float((np.sign(tendency) == np.sign(change)).mean())
+
     def rows(self) -> list[dict[str, Any]]:
-        names = "layer verdict negative_share smoothing_gain mean_symmetry mu_min bound reason lowest median highest"
+        names = "layer verdict tendency family mean_eigenvalue power negative_share smoothing_gain mean_symmetry "
+        names += "mu_min bound note lowest median highest"
         rows = []
         for at in self.layers:
-            row: list[Any] = [at.layer, at.verdict, at.negative_share, abs(1 + at.strongest), at.symmetry, at.mu_min]
-            row += [at.bound, at.reason, *at.quantiles[::2]]
+            row: list[Any] = [at.layer, at.verdict, at.tendency, at.family, at.mean, at.power, at.negative_share]
+            row += [abs(1 + at.strongest), at.symmetry, at.mu_min, at.bound, at.note, *at.quantiles[::2]]
             rows.append(dict(zip(names.split(), row, strict=True)) | at.percent())
+            if at.change is not None:
+                whole = at.change.whole
+                rows[-1] |= dict(
+                    zip(("change", "change_low", "change_high"), (whole.mean, *whole.interval), strict=True)
+                )
+                rows[-1] |= {name: part.mean for name, part in at.change.parts.items()}
         return rows
 
     def summary(self) -> str:
         """The model in a sentence or three."""
         verdicts = [layer.verdict for layer in self.layers]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in get_args(Verdict) if v in verdicts)
-        text = f"{len(verdicts)} layers: {counts}."
-        if not self.has_data:
-            return f"{text} Weights only: μ_min of A taken as 0."
-        branch, block = self.outcome("branch"), self.outcome("block")
-        both = f"{self.share()} % of samples, layers and heads ({self.share('heads')} % head by head)"
-        text += f" μ = 1 / other μ dominate in {both}."
-        if math.isnan(branch.agreement):
-            return f"{text} No prediction: not every layer has a verdict."
-        return _dash(
-            f"{text} The prediction agrees with HFC/LFC across the attention branch "
-            f"in {branch.agreement:.1%} (base rate {branch.base_rate:.1%}), across the block in "
-            f"{block.agreement:.1%} (base rate {block.base_rate:.1%}). Across the branch it fell in "
-            f"{branch.fell_if_smoothing:.0%} of the cases predicted to smooth and rose in "
-            f"{branch.rose_if_sharpening:.0%} of those predicted to sharpen; rank correlation of predicted and "
-            f"measured change over layers {branch.correlation:+.2f}."
+        changes = [layer.change for layer in self.layers if layer.change is not None]
+        if len(changes) < len(verdicts):
+            return f"Tendency of the weights, with 1/σ taken as 1: of {len(verdicts)} layers {counts}."
+        correlation, share = self.agreement()
+        measured = f"{len(verdicts)} layers, as measured on {len(changes[0].whole.by_sample)} samples: {counts}."
+        signs = f"The weights' tendency has the sign of the change across attention in {share:.0%} of layers"
+        return (
+            f"{measured} {signs} (rank correlation {_signed(correlation)}). Repeated for ever, μ = 1 / other μ would "
+            f"dominate in {self.share()} % of samples, layers and heads ({self.share('heads')} % head by head)."
         )
 
     def table(self) -> FittedTable:
-        """For the terminal: the verdict and its reason per layer; several tables where it is narrow."""
+        """For the terminal: verdict, change by parts, and spectra per layer; several tables where it is narrow."""
         notes = [str(self.context[key]) for key in ("norm", "read", "dtype") if self.context.get(key)]
         if outside := self.context.get("outside H"):
             notes.append(f"{outside} acts beside H⊗A and is not in the spectra")
         if any(layer.eigenvalues is None for layer in self.layers):
-            notes.append("not all eigenvalues of the whole H were found: the columns on λ are about its heads'")
-        title, caption = f"{self.title}: spectra of H = W_projᵀW_Vᵀ", f"{self.summary()}\n{'; '.join(notes)}"
-        cells = [layer.cells() for layer in self.layers]
-        return FittedTable(title, cells, caption, left=("verdict", "reason"), sentences="reason")
+            notes.append("not all eigenvalues of the whole H were found: λ < 0 is about its heads'")
+        changes = [layer.change for layer in self.layers if layer.change is not None]
+        if changes:
+            notes.append(f"change: of log HFC/LFC (Frobenius), mean and 95 % interval; neutral within ±{NEUTRAL}")
+        if any(change.parallel for change in changes):
+            notes.append("attention and MLP run in parallel: parts are the mean of both orders")
+        if any(not change.parts for change in changes):
+            notes.append("how the parts of a block follow one another is not known where only its whole is given")
+        title, caption = f"{self.title}: does each layer smooth or sharpen?", f"{self.summary()}\n{'; '.join(notes)}"
+        parts = list(dict.fromkeys(name for change in changes for name in change.parts))
+        cells = [layer.cells(parts) for layer in self.layers]
+        if any(of_layers := [layer.note for layer in self.layers]):
+            cells = [row | {"note": note} for row, note in zip(cells, of_layers, strict=True)]
+        return FittedTable(title, cells, caption, left=("verdict", "tendency", "note"), sentences="note")
 
     def content(self) -> dict[str, Any]:
-        # The verdict and its reason are for readers of the file; they are computed again when it is loaded.
-        return {"layers": [to_plain(at) | {"verdict": at.verdict, "reason": at.reason} for at in self.layers]}
+        # The verdict and the family are for readers of the file; they are computed again when it is loaded.
+        return {"layers": [to_plain(at) | {"verdict": at.verdict, "family": at.family} for at in self.layers]}
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Self:
-        return cls(tuple(map(_from_plain, body["layers"])), body["context"])
+        layers = tuple(map(_from_plain, body["layers"]))
+        if not all(isinstance(layer, LayerSpectrum) for layer in layers):
+            raise ValueError("a layer lacks its eigenvalues")
+        return cls(layers, body["context"])
 
     def plot(self, kind: Picture = "histogram") -> Figure:
         """A matplotlib figure: eigenvalues by layer as a `histogram` or in the complex `plane`, or `dominance` bars."""
@@ -338,17 +350,17 @@ def crossing_words(lam: complex, mu_min: float) -> str:
 
 
 def warn_beyond_bound(crossing: Mapping[int, tuple[complex, float, str]], mu_min: str) -> None:
-    """Warn of layers with a λ outside the disc in which μ_min beats μ = 1: this λ, μ_min, and the layer's verdict."""
+    """Warn of layers with a λ outside the disc in which μ_min beats μ = 1: this λ, μ_min, and the layer's family."""
     if crossing:
-        found = [f"{layer} ({crossing_words(lam, mu)}; {verdict})" for layer, (lam, mu, verdict) in crossing.items()]
-        why = "for that eigenvalue μ = 1 beats μ_min; the verdict is that of all"
+        found = [f"{layer} ({crossing_words(lam, mu)}; {family})" for layer, (lam, mu, family) in crossing.items()]
+        why = "for that eigenvalue μ = 1 beats μ_min; the family is that of all"
         advice = "An Eigen with spectrum='bounded' or 'clipped' keeps Λ in [−1, 0]"
         warn(f"H crosses the bound in layers {', '.join(found)}, with μ_min {mu_min}: {why}. {advice}", stacklevel=4)
 
 
-def _dash(text: str) -> str:
-    """The text with a dash for what is not known, its base rate included."""
-    return re.sub(r"\+?\bnan\b%?( \([^)]*\))?", "–", text)
+def _signed(value: float) -> str:
+    """Two digits and the sign; a dash for what is not known."""
+    return "–" if math.isnan(value) else f"{value:+.2f}"
 
 
 def _mean(shares: Sequence[Share]) -> Share:
@@ -373,14 +385,18 @@ def share_where(event: NDArray[Any], met: NDArray[Any]) -> float:
     return float(np.average(event[met > 0], weights=met[met > 0])) if (met > 0).any() else math.nan
 
 
+KINDS: Sequence[Any] = (Share, Outcome, Dominance, LayerSpectrum, Change, Shift)
+
+
 def _from_plain(value: Any) -> Any:
     """What `to_plain` took apart; the name of its first field tells a dataclass."""
     if isinstance(value, dict):
         inside = {name: _from_plain(item) for name, item in value.items()}
         if inside.keys() == {"real", "imag"}:
             return inside["real"] + 1j * inside["imag"]
-        named = [kind for kind in (Share, Outcome, Dominance, LayerSpectrum) if kind.__match_args__[0] in inside]
-        return named[0](**{name: inside[name] for name in named[0].__match_args__})
+        named = [kind for kind in KINDS if kind.__match_args__[0] in inside]
+        known = [name for name in named[0].__match_args__ if name in inside] if named else []
+        return named[0](**{name: inside[name] for name in known}) if named else inside
     if isinstance(value, list):
         items = [_from_plain(item) for item in value]
         return tuple(items) if items and isinstance(items[0], Share) else np.array(items, np.float64)

@@ -63,7 +63,7 @@ def check_spectrum(
         assert layer.eigenvalues is not None, "all of them were asked for"
         every, mu = torch.from_numpy(layer.eigenvalues), mu_min if layer.dominance is None else layer.mu_min
         if (lam := furthest_beyond(every, mu)) is not None:
-            verdict = layer.verdict if layer.dominance else "smoothing" if layer_smooths(every, mu) else "not smoothing"
-            crossing[layer.layer] = lam, mu, verdict
+            family = layer.family if layer.dominance else "constant" if layer_smooths(every, mu) else "varying"
+            crossing[layer.layer] = lam, mu, family
     warn_beyond_bound(crossing, f"taken as {mu_min:.3g}" if batch is None else "as read on the batch")
     return {layer: lam for layer, (lam, *_) in crossing.items()}

@@ -6,6 +6,7 @@ In torch's layout H = W_proj W_V (dim × dim), and head h contributes H_h = W_pr
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -74,9 +75,9 @@ def layer_spectrum(site: sites.AttentionSite, norm: Norm = "fold", whole: bool |
         dtype = torch.promote_types(site.value_weight().dtype, torch.float32)
         left, right = left.to(dtype), right.to(dtype)
         outer, error = (None, 0.0) if whole is False else arnoldi_hull(left, right, layer=site.layer)
-    return LayerSpectrum(
-        site.layer, heads, head_symmetry, every, outer, error, symmetry=float(symmetry(left, right)), norm=state
-    )
+    mean, power, alike = (float(value) for value in moments(left, right))
+    found = LayerSpectrum(site.layer, heads, head_symmetry, every, outer, error, symmetry=alike, norm=state)
+    return replace(found, mean=mean / len(left), power=power / len(left))
 
 
 def smaller(projection: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,6 +144,11 @@ def convex_hull(eigenvalues: Eigenvalues) -> Tensor:
 
 def symmetry(projection: Tensor, value: Tensor) -> Tensor:
     """The cosine between H and Hᵀ, tr(H²)/‖H‖²: 1 symmetric (so is H = 0), −1 antisymmetric, about 0 if random."""
+    return moments(projection, value)[2]
+
+
+def moments(projection: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """tr H, ‖H‖²_F and the symmetry of H = projection @ value."""
     dim, rank = projection.shape[-2:]
     if dim < 3 * rank:  # one dim × dim product is cheaper than three of rank × rank
         product = projection @ value
@@ -151,7 +157,8 @@ def symmetry(projection: Tensor, value: Tensor) -> Tensor:
         product = value @ projection
         size = ((projection.mT @ projection) * (value @ value.mT)).sum((-2, -1))
     along = (product * product.mT).sum((-2, -1))
-    return torch.where(size > 0, along / size, 1.0).clamp(-1, 1)
+    trace = product.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return trace, size, torch.where(size > 0, along / size, 1.0).clamp(-1, 1)
 
 
 @torch.no_grad()

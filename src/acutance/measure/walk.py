@@ -49,8 +49,9 @@ class Visitor:
     """Sees what happens in a model: every method does nothing unless it is overridden.
 
     `begin` and `end` are called before and after a batch; `enter` and `leave` with the tokens (batch, tokens, channels)
-    of a block; `attend` when its attention branch is done; `final` with the tokens after the final norm, as the last
-    layer's. `needs` names those of `enter`, `attend`, `leave` and `final` that are to be called, and at which layers.
+    of a block; `attend` when its attention branch is done; `norm` with the tokens before and after a norm that acts on
+    the stream itself, as in Post-LN; `final` with the tokens after the final norm, as the last layer's. `needs` names
+    those of `enter`, `attend`, `norm`, `leave` and `final` that are to be called, and at which layers.
     Layers are numbered from 1 over all blocks, also those without attention.
     """
 
@@ -59,6 +60,7 @@ class Visitor:
     def begin(self, batch: Batch) -> None: ...
     def enter(self, layer: int, tokens: Tensor) -> None: ...
     def attend(self, layer: int, call: AttentionCall) -> None: ...
+    def norm(self, layer: int, tokens: tuple[Tensor, Tensor]) -> None: ...
     def leave(self, layer: int, tokens: Tensor) -> None: ...
     def final(self, layer: int, tokens: Tensor) -> None: ...
     def end(self) -> None: ...
@@ -123,9 +125,16 @@ def set_hooks(model: nn.Module, visitors: Iterable[Visitor], stack: ExitStack) -
         listen("leave", layer, after, lambda *args, tokens=tokens: tokens(sites.tokens_out(args[-1])))
     for site, layer in sites.layers_of(model) if any("attend" in v.needs for v in visitors) else ():
         listen("attend", layer, site.observe, lambda call: call)
+        stages = site.stages() if any(layer in v.needs.get("norm", ()) for v in visitors) else None
+        for norm in stages.norms if stages is not None else ():
+            listen("norm", layer, norm.register_forward_hook, partial(_both_sides, site.tokens))
     if any("final" in v.needs for v in visitors):
         norm, tokens = sites.final_norm(model), sites.find(model)[-1].tokens
         listen("final", blocks[-1][0], norm.register_forward_hook, lambda *args: tokens(sites.tokens_out(args[-1])))
+
+
+def _both_sides(tokens: Callable[[Tensor], Tensor], _: nn.Module, args: Any, out: Any) -> tuple[Tensor, Tensor]:
+    return tokens(sites.tokens_in(args, {})), tokens(sites.tokens_out(out))
 
 
 def track(batches: Iterable[Any], progress: str | None, stack: ExitStack) -> Iterable[Any]:

@@ -139,6 +139,8 @@ def to_plain(value: Any) -> Any:
     """What JSON can hold: infinity and NaN by name, complex arrays by their parts."""
     if is_dataclass(value):
         return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: to_plain(item) for name, item in value.items()}
     if isinstance(value, np.ndarray):
         is_complex = np.iscomplexobj(value)
         return {"real": value.real.tolist(), "imag": value.imag.tolist()} if is_complex else value.tolist()

@@ -18,9 +18,11 @@ from torch.overrides import TorchFunctionMode
 from acutance.mitigations.projection import Projection
 from acutance.sites.intercept import MIXED, Intercept, Product
 from acutance.sites.patched import SITE
+from acutance.sites.site import Stages
 from acutance.sites.structure import evaluating, tokens_out
 
 BATCH, TOKENS, GRID = 3, 4, (2, 2)  # of the random tokens: batch and tokens differ, so that a swap shows
+SUMS = ("add", "radd", "iadd")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 RETURNS: tuple[Callable[[Tensor], Any], ...] = (lambda y: (y, None), lambda y: (y, None, None), lambda y: y)
 
@@ -47,6 +49,10 @@ class Surroundings(TorchFunctionMode):
         self._sources = [(block, tokens)]  # the block's input, and the outputs of norms
         self.branch: Tensor | None = None  # the branch's output so far
         self._in_norm = False
+        # The residual sum and what sums and norms make of it, with those norms and what else was added, in order.
+        self._stream: list[tuple[Tensor, tuple[nn.Module, ...], tuple[Tensor, ...]]] = []
+        self._is_read = False  # whether anything but sums takes it, as a sequential MLP does
+        self.stages: Stages | None = None  # None where they are not known
 
     def watch(self, attention: nn.Module, output: Projection, dim: int, returned: Callable[[Tensor], Any]) -> None:
         """Set the hooks and look at the attention; `_trial` takes all of it back."""
@@ -87,11 +93,14 @@ class Surroundings(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at the operations on the branch's output, up to the residual sum."""
         out, branch = func(*args, **kwargs or {}), self.branch
+        if self.is_complete and not self._in_norm and isinstance(out, Tensor):
+            self._follow(func.__name__.strip("_"), args, out)
         if branch is None or self._in_norm or self.is_complete or not any(x is branch for x in args):
             return out
         name, others = func.__name__.strip("_"), [x for x in args if x is not branch]
-        if name in ("add", "radd", "iadd"):
+        if name in SUMS:
             self.is_complete = True
+            self._stream = [(out, (), tuple(x for x in others if isinstance(x, Tensor)))]
         elif name in ("mul", "rmul", "imul") and len(others) == 1:
             factor = others[0]
             if isinstance(factor, (int, float)) or factor.numel() in (1, branch.shape[-1]):
@@ -108,8 +117,39 @@ class Surroundings(TorchFunctionMode):
                 ways = {False: known, True: known.transpose(0, 1)}
                 self.is_swapped = next((swaps for swaps, way in ways.items() if torch.equal(way, x)), None)
 
+    def _follow(self, name: str, args: Any, out: Tensor) -> None:
+        """Follow the stream from the residual sum on."""
+        for x, norms, added in reversed(self._stream):
+            if not any(given is x for given in args):
+                continue
+            if name in SUMS:
+                others = tuple(given for given in args if given is not x and isinstance(given, Tensor))
+                self._stream.append((out, norms, (*added, *others)))
+            elif same_values(out, x):
+                self._stream.append((out, norms, added))
+            else:
+                self._is_read = True
+            return
+
+    def leave(self, out: Any) -> None:
+        """Say how the parts of the block follow one another, given what it returns."""
+        found = next(((norms, added) for x, norms, added in reversed(self._stream) if x is tokens_out(out)), None)
+        if found is None:
+            return
+        (_, tokens), (norms, added) = self._sources[0], found
+        starts, rest = same_values(added[0], tokens) if added else False, "mlp" if len(added) == 2 else "rest"
+        if starts and self._is_read and (not norms or (len(norms) == 2 and rest == "mlp")):
+            self.stages = Stages(rest, norms=norms)
+        elif not norms and not self._is_read and any(same_values(x, tokens) for x in added):
+            self.stages = Stages(rest, parallel=True)
+
     def _leave_norm(self, module: nn.Module, args: Any, out: Any) -> None:
         self._in_norm = False
+        if self.is_complete and isinstance(out, Tensor) and args:
+            known = next(((norms, added) for x, norms, added in reversed(self._stream) if x is args[0]), None)
+            if known is not None:
+                self._is_read = True
+                self._stream.append((out, (*known[0], module), known[1]))
         if self.branch is not None and args and args[0] is self.branch and not self.is_complete:
             self.post_norm, self.branch = module, out
         elif isinstance(out, Tensor):
@@ -136,6 +176,7 @@ def discover(
             found.watch(attention, output, dim, returned)
             result = _run(root or block, tokens, extra)
             found.is_complete |= tokens_out(result) is found.branch  # the residual may be added outside
+            found.leave(result)
         if found.is_complete:
             return found
     return next((found for found in tried if found.source is not None), tried[-1])

@@ -17,7 +17,7 @@ from acutance.mitigations.projection import Projection, Projections
 from acutance.sites import structure
 from acutance.sites.discovery import Surroundings, discover, is_norm, same_values
 from acutance.sites.patched import PatchedSite
-from acutance.sites.site import Library
+from acutance.sites.site import Library, Stages
 from acutance.sites.structure import ADVICE, Layer, modules_of, path_of
 
 NAMES = {
@@ -165,6 +165,12 @@ class NamedSite(PatchedSite):
         if isinstance(gain, (int, float)):
             gain = self.projection_weight().new_tensor(gain)
         return gain if gain is None or gain.shape == (self.dim,) else gain.flatten().expand(self.dim)
+
+    def stages(self) -> Stages | None:
+        """As the run of the block shows them, which leaves cross-attention out: that is found by its name."""
+        known, own = self.surroundings.stages, path_of(self.block, self.attention)
+        crosses = [path for path in modules_of(self.block) if structure.CROSS.search(path) and not path.startswith(own)]
+        return known._replace(rest="rest") if known is not None and crosses else known
 
     def _followed(self) -> Surroundings:
         if not self.surroundings.is_complete:

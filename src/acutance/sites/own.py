@@ -11,7 +11,7 @@ from acutance.mitigations import Mitigation
 from acutance.mitigations.projection import Projections
 from acutance.models.block import Attention, Block
 from acutance.models.vit import BlockStack
-from acutance.sites.site import AttentionSite, Library, Undo
+from acutance.sites.site import AttentionSite, Library, Stages, Undo
 from acutance.sites.structure import Layer, SpecialTokens, join, modules_of, several_stacks
 
 
@@ -50,6 +50,9 @@ class BlockSite(AttentionSite):
 
     def branch_gain(self) -> Tensor | None:
         return getattr(self.block.ls1, "gamma", None)
+
+    def stages(self) -> Stages:
+        return Stages(norms=(self.block.norm1, self.block.norm2) if self.block.post_norm else ())
 
 
 def _stacks(model: nn.Module) -> list[tuple[str, BlockStack]]:

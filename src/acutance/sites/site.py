@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -32,6 +32,14 @@ class Undo:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+class Stages(NamedTuple):
+    """How the parts of a block follow one another, its attention first."""
+
+    rest: str = "mlp"  # what else adds to the stream; "rest" if that is not one branch
+    parallel: bool = False  # whether it does not read what the attention added
+    norms: tuple[nn.Module, ...] = ()  # on the stream itself, as in Post-LN: after the attention's sum and the other
 
 
 class AttentionSite(ABC):
@@ -113,6 +121,10 @@ class AttentionSite(ABC):
         gain, norm = self.branch_gain(), self.post_norm()
         branch = branch if norm is None else norm(branch)
         return branch if gain is None else gain * branch
+
+    def stages(self) -> Stages | None:
+        """How the parts of the block follow one another; None where that is not known."""
+        return None
 
     def tokens(self, x: Tensor) -> Tensor:
         """What goes through the block, as (batch, tokens, dim); a grid of tokens is read row by row."""
