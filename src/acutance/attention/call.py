@@ -52,7 +52,7 @@ class AttentionCall:
     kept: Any = None  # what this layer handed to it
     operator: AttentionOperator | None = None  # see `A`
     values: Any = None  # w, what A was applied to; set for observers, as are the next two
-    output: Any = None  # u, the heads' outputs after mitigation
+    output: Any = None  # u, the heads' outputs after mitigation; None where A is a scan
     branch: Any = None  # y, the branch's output (batch, tokens, dim)
     products: int = 0  # how often `own` was called
 
