@@ -94,7 +94,7 @@ class ScanSite:
         self.name, self.block, self.attention = name, block, mixer
 
     def observe(self, fn: Observer) -> Undo:
-        """Call `fn` with the `AttentionCall` of every pass, which has an operator and values, but no u."""
+        """Call `fn` with the `AttentionCall` of every pass; it has no u where metrics of u are refused."""
         stack, key = ExitStack(), object()
         function = scan_of(self.attention)
         assert function is not None, "it is a mixer"
@@ -102,9 +102,9 @@ class ScanSite:
         def leave(_mixer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             seen = _running.seen.pop(key, [])
             if output is not None:  # else an error is on its way
-                operator, v = self._read(function[0], seen)
-                x, y = tokens_in(args, kwargs), tokens_out(output)
-                fn(AttentionCall(name=self.name, v=v, values=v, operator=operator, causal=True, x=x, branch=y))
+                A, v = self._read(function[0], seen)
+                u, x, y = None if A.kernel == "scan" else A @ v, tokens_in(args, kwargs), tokens_out(output)
+                fn(AttentionCall(name=self.name, v=v, values=v, operator=A, output=u, x=x, branch=y))
 
         stack.enter_context(_noting(*function))
         stack.callback(_running.seen.pop, key, None)
