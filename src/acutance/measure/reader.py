@@ -118,7 +118,7 @@ class MetricReader(Visitor):
         self.samples, self.counts = batch.samples(self.prefix), batch.counts
         self.out = PendingValues(filled=self.samples.filled)
         self.ran: dict[str, dict[int, int]] = {}  # by tap, the depth of each block that ran
-        self.previous: AttentionOperator | None = None
+        self.previous: dict[type, AttentionOperator] = {}  # scans and attention of a hybrid by themselves
 
     def depth(self, tap: str, layer: int) -> int:
         """How deep a block is that runs now: its number, or one more than before if layers share a module."""
@@ -171,9 +171,10 @@ class MetricReader(Visitor):
                 continue
             self.out.add(MATRIX, layer, [name], values)
         if ATTENTION_COSINE in self.names:
-            before, self.previous = self.previous, None if windows_move else record.A
-            if before is not None and self.previous is not None and before.shape == self.previous.shape:  # one stage's
-                cosine = metric_room.attention_cosine(before, self.previous, mask)
+            A, before = record.A, self.previous.pop(type(record.A), None)
+            self.previous |= {} if windows_move else {type(A): A}
+            if before is not None and not windows_move and before.shape == A.shape:  # one stage's
+                cosine = metric_room.attention_cosine(before, A, mask)
                 self.out.add(MATRIX, layer, [ATTENTION_COSINE], cosine)
 
     def end(self) -> None:

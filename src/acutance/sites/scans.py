@@ -77,6 +77,8 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
 
 def scan_of(module: nn.Module) -> tuple[str, dict[str, Any]] | None:
     """The scan function that the module's forward calls, and the names among which it finds it."""
+    if getattr(module, "n_mamba_heads", 1) > 1:  # Zamba's heads are scans of their own, which have no one A
+        return None
     forward = inspect.unwrap(type(module).forward)
     names, scope = getattr(getattr(forward, "__code__", None), "co_names", ()), getattr(forward, "__globals__", {})
     return next(((name, scope) for name in SCANS if name in names and name in scope), None)
