@@ -1,5 +1,8 @@
 """Mamba, Mamba-2 and gated delta rules: what is read is what the model computes, from its own weights, in float64."""
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -45,10 +48,12 @@ def model(request):
     return build(request.param)
 
 
-@pytest.fixture
-def in_float64(monkeypatch):
-    """These layers compute in float32 whatever their weights are."""
-    monkeypatch.setattr(torch, "float32", torch.float64)
+def in_float64(model, monkeypatch):
+    """Have the model's layers, which compute in float32 whatever their weights are, compute in float64."""
+    double = SimpleNamespace(**vars(torch) | {"float32": torch.float64})
+    for module in {sys.modules[type(part).__module__] for part in model.modules()}:
+        if ".modeling_" in module.__name__:
+            monkeypatch.setattr(module, "torch", double)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
@@ -135,8 +140,9 @@ BY_HAND = {
 @pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize("name", BY_HAND)
 @torch.no_grad()
-def test_the_matrix_is_the_one_made_by_hand_and_gives_the_layers_output(name, padding, in_float64):
+def test_the_matrix_is_the_one_made_by_hand_and_gives_the_layers_output(name, padding, monkeypatch):
     model, given = build(name), batch(padding)
+    in_float64(model, monkeypatch)
     mask = given.get("attention_mask", torch.ones(2, 9))[..., None].double()
     calls = observed(model, given)
     assert len(calls) == 2
@@ -152,10 +158,11 @@ def test_the_matrix_is_the_one_made_by_hand_and_gives_the_layers_output(name, pa
 
 
 @torch.no_grad()
-def test_products_are_what_the_models_own_function_gives(model, in_float64, monkeypatch):
+def test_products_are_what_the_models_own_function_gives(model, monkeypatch):
     """Also where an architecture norms or scales what goes into it. The skip D and the gate z come after A."""
     mixer = next(site.attention for site, _ in found_in.readable_layers(model) if isinstance(site, ScanSite))
     (name, scope), given = scan_of(mixer), []
+    in_float64(model, monkeypatch)
     read = SCANS[name]
     monkeypatch.setitem(SCANS, name, lambda arguments: (given.append(arguments), read(arguments))[1])
     calls = observed(model, batch())
@@ -201,7 +208,7 @@ def test_what_scans_do_not_have_is_refused():
             refused(mamba)
     with pytest.raises(SignedRowsError, match="attention_entropy needs rows"):
         ac.measure(mamba, [batch()], metrics=["token_cosine", "attention_entropy"], progress=False)
-    assert ac.mitigate(qwen, "neutreno:0.6").layers == (1,)  # of those that attend
+    assert ac.mitigate(qwen, "attnscale").layers == (1,)  # of those that attend
     packed = batch() | {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)}
     with pytest.raises(AcutanceError, match="documents see each other"):
         ac.measure(qwen, [packed], metrics="token_cosine", progress=False)
