@@ -98,10 +98,8 @@ class MetricReader(Visitor):
         self.names = chosen("metric", known if metrics == "all" else metrics, [*known, "all"])
         self.token_metrics = [n for n in self.names if n in metric_room.TOKEN_METRICS]
         self.attention_metrics = [n for n in self.names if n not in self.token_metrics]
-        self.reads_all, self.refused = (
-            metrics == "all",
-            dict[str, SignedRowsError](),
-        )  # by metric, why some layer has none
+        self.reads_all = metrics == "all"
+        self.refused: dict[str, SignedRowsError] = {}  # by metric, why some layer has none
         attends = {"attention", "values"} & set(self.taps) or self.attention_metrics
         wanted = {"leave": "block" in self.taps, "attend": attends, "final": "final" in self.taps}
         self.needs = {"enter": (1,)} | {method: EVERY for method, is_wanted in wanted.items() if is_wanted}
