@@ -106,7 +106,8 @@ class ScanSite:
             if output is not None:  # else an error is on its way
                 A, v = self._read(function[0], seen)
                 u, x, y = None if A.kernel == "scan" else A @ v, tokens_in(args, kwargs), tokens_out(output)
-                fn(AttentionCall(name=self.name, v=v, values=v, operator=A, output=u, x=x, branch=y))
+                about: Any = {"q": A.q, "k": A.k, "mask": A.mask, "causal": A.causal, "x": x, "branch": y}
+                fn(AttentionCall(name=self.name, v=v, values=v, operator=A, output=u, **about))
 
         stack.enter_context(_noting(*function))
         stack.callback(_running.seen.pop, key, None)
