@@ -16,6 +16,10 @@ class ShapeError(AcutanceError, ValueError):
     """A tensor has the wrong shape; the message prints the shapes."""
 
 
+class SignedRowsError(AcutanceError):
+    """The rows of an operator are no weights that sum to one, as a metric needs them."""
+
+
 class NonFiniteError(AcutanceError, ValueError):
     """A NaN or an infinity where a metric needs numbers."""
 

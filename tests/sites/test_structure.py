@@ -183,20 +183,25 @@ def test_the_final_norm_is_found_around_a_part_that_is_patched_already():
         assert profile["token_cosine"].tolist() == pytest.approx([metrics.token_cosine(model(x)).mean().item()])
 
 
-HYBRID = {  # the options, and the layers that attend
-    "Jamba": ({"attn_layer_period": 4, "attn_layer_offset": 3, "use_mamba_kernels": False, "num_experts": 2}, [4]),
-    "Lfm2": ({"layer_types": ["conv", "full_attention"] * 2}, [2, 4]),
+HYBRID = {  # the options, the layers that attend, and those that have a scan
+    "Jamba": (
+        {"attn_layer_period": 4, "attn_layer_offset": 3, "use_mamba_kernels": False, "num_experts": 2},
+        [4],
+        [1, 2, 3],
+    ),
+    "Lfm2": ({"layer_types": ["conv", "full_attention"] * 2}, [2, 4], []),
 }
 
 
 @pytest.mark.parametrize("name", HYBRID)
 def test_blocks_without_attention_are_layers_too(name):
-    options, attending = HYBRID[name]
+    options, attending, scans = HYBRID[name]
     model = hf_zoo.tiny(f"{name}Model", **hf_zoo.DECODER | {"num_hidden_layers": 4} | options)
     ids, read = torch.randint(3, 60, (2, 9)), ["token_cosine", "attention_entropy"]
     profile = ac.measure(model, [ids], metrics=read, tap=["block", "attention"], progress=False)
     assert profile.layers("token_cosine", "block") == [0, 1, 2, 3, 4]
-    assert profile.layers("token_cosine", "attention") == profile.layers("attention_entropy") == attending
+    assert profile.layers("token_cosine", "attention") == sorted(attending + scans)
+    assert profile.layers("attention_entropy") == attending
     stream = model(ids, output_hidden_states=True).hidden_states[:-1]  # the last has gone through the final norm
     expected = [metrics.token_cosine(x).mean().item() for x in stream]
     assert profile["token_cosine", "block"][:-1] == pytest.approx(expected)

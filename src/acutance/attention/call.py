@@ -52,7 +52,7 @@ class AttentionCall:
     kept: Any = None  # what this layer handed to it
     operator: AttentionOperator | None = None  # see `A`
     values: Any = None  # w, what A was applied to; set for observers, as are the next two
-    output: Any = None  # u, the heads' outputs after mitigation
+    output: Any = None  # u, the heads' outputs after mitigation; None where A is a scan
     branch: Any = None  # y, the branch's output (batch, tokens, dim)
     products: int = 0  # how often `own` was called
 
@@ -150,24 +150,23 @@ class AttentionCall:
 
     def visible(self) -> Tensor | None:
         """Which keys each query sees, bool (batch, heads, queries, keys) or broadcasting; None: all, or as `causal`."""
-        if self.q is None or self.k is None:
-            return is_visible(self.A.q if self.logits is None else self.logits)
-        if self.mask is None:
-            return None
-        mask = as_four_axes(self.mask, (*self.q.shape[:3], self.k.shape[2]), True)
-        return mask if mask.dtype == torch.bool else mask > HIDDEN
+        if self.q is not None and self.k is not None:
+            mask = None if self.mask is None else as_four_axes(self.mask, (*self.q.shape[:3], self.k.shape[2]), True)
+        elif self.logits is not None:
+            return is_visible(self.logits)
+        else:
+            mask = self.A.mask4
+        return mask if mask is None or mask.dtype == torch.bool else mask > HIDDEN
 
     def visible_mean(self, w: Tensor) -> Tensor:
         """U w: the mean of the values that each query can see; one row where all see the same."""
-        if self.q is None or self.k is None:
-            seen = self.visible()
-            assert seen is not None, "as the logits say"
-            zeros: Any = (w.new_zeros(*seen.shape[:3], 1), w.new_zeros(*w.shape[:3], 1))
-        else:
-            zeros, seen = (torch.zeros_like(x[..., :1]) for x in (self.q, self.k)), self.visible()  # all logits alike
-            if self.mask is None and not self.causal:
-                return repeat_heads(w, self.q.shape[1]).mean(dim=-2, keepdim=True)
-        return AttentionOperator(*zeros, mask=seen, causal=self.causal).apply(w)
+        seen = self.visible()
+        known = self.logits if self.q is None else self.q
+        heads, rows = (self.A.q if known is None else known).shape[1:3]
+        if seen is None and not self.causal:
+            return repeat_heads(w, heads).mean(dim=-2, keepdim=True)
+        alike = w.new_zeros(w.shape[0], heads, rows, 1), w.new_zeros(*w.shape[:3], 1)  # queries and keys
+        return AttentionOperator(*alike, mask=seen, causal=self.causal).apply(w)
 
     def among_seen(self, q: Tensor, k: Tensor, scale: float = 1.0) -> AttentionOperator:
         """Attention of one head among tokens (batch, tokens, any), over those that each sees in the model's own."""

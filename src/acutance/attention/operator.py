@@ -97,7 +97,7 @@ class AttentionOperator:
         details += "" if self.softcap is None else f", softcap={self.softcap:g}"
         details += "" if self.sink is None else ", with a sink"
         details += "" if self.mask is None else f", mask={self.mask.dtype} {tuple(self.mask.shape)}"
-        return f"AttentionOperator({details}, dtype={self.dtype}, device={self.device})"
+        return f"{type(self).__name__}({details}, dtype={self.dtype}, device={self.device})"
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -147,6 +147,15 @@ class AttentionOperator:
             return products.associative_apply(A, x)
         return products.Tiles(A).apply(x, dropout)
 
+    def apply_transpose(self, y: Tensor) -> Tensor:
+        """Aᵀ y for y (batch, heads, queries, channels)."""
+        self._check_operand("y", y, tokens=self.shape[-2], heads={self.heads})
+        A, y = self._promoted(y)
+        if A.is_associative:
+            return products.associative_apply(A, y, transposed=True)
+        by_backward = products.can_fuse(A, y) and not products.needs_grad(*A.tensors, y)
+        return products.fused_transpose(A, y) if by_backward else products.Tiles(A).apply_transpose(y)
+
     def logsumexp(self) -> Tensor:
         """log Σ_j kernel(i, j) over the keys of every row (batch, heads, queries); a sink is not one of them."""
         if attention_sums.is_available(self):
@@ -167,6 +176,9 @@ class AttentionOperator:
         """Refuse what is only defined for rows that sum to one."""
         if self.sink is not None:
             raise AcutanceError(f"{what} needs rows that sum to one, and this A has a sink; use A.without_sink()")
+
+    def require_weights(self, what: str) -> None:
+        """Refuse what is not defined for entries of both signs; those of a softmax have one."""
 
     def dense(self) -> Tensor:
         """The whole matrix (batch, heads, queries, keys): for tests and few tokens."""
@@ -259,13 +271,7 @@ class TransposedOperator:
         self.T, self.shape = operator, (batch, heads, keys, queries)
 
     def __matmul__(self, y: Tensor) -> Tensor:
-        A = self.T
-        A._check_operand("y", y, tokens=A.shape[-2], heads={A.heads})
-        A, y = A._promoted(y)
-        if A.is_associative:
-            return products.associative_apply(A, y, transposed=True)
-        by_backward = products.can_fuse(A, y) and not products.needs_grad(*A.tensors, y)
-        return products.fused_transpose(A, y) if by_backward else products.Tiles(A).apply_transpose(y)
+        return self.T.apply_transpose(y)
 
 
 def is_visible(logits: Tensor) -> Tensor:

@@ -154,6 +154,15 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
+def row_blocks(A: AttentionOperator, rows: int | None = None) -> list[slice]:
+    """Blocks of query rows that are as long as this, or whose entries make a tile."""
+    (batch, heads, queries, keys), on_cpu = A.shape, A.device.type == "cpu"
+    # Short blocks on a GPU are bound by their launches: one may be as large as queries and keys together.
+    fewest = FEWEST_ROWS if on_cpu else max(FEWEST_ROWS, 2 * A.q.size(-1))
+    rows = rows or max(fewest, (CPU_TILE if on_cpu else GPU_TILE) // (batch * heads * keys))
+    return [slice(start, min(start + rows, queries)) for start in range(0, queries, rows)]
+
+
 class Tiles:
     """The operator's entries, one block of query rows at a time, in float32 or better; and what is made of them.
 
@@ -161,11 +170,7 @@ class Tiles:
     """
 
     def __init__(self, A: AttentionOperator, rows: int | None = None) -> None:
-        (batch, heads, queries, keys), on_cpu = A.shape, A.device.type == "cpu"
-        # Short blocks on a GPU are bound by their launches: one may be as large as queries and keys together.
-        fewest = FEWEST_ROWS if on_cpu else max(FEWEST_ROWS, 2 * A.q.size(-1))
-        rows = rows or max(fewest, (CPU_TILE if on_cpu else GPU_TILE) // (batch * heads * keys))
-        self.blocks = [slice(start, min(start + rows, queries)) for start in range(0, queries, rows)]
+        self.blocks = row_blocks(A, rows)
         self.operator, dtype = A, accumulation_dtype(A.q, A.k)
         self.q, self.k = A.q.to(dtype), repeat_heads(A.k, A.heads).to(dtype)
 

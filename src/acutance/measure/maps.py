@@ -16,7 +16,7 @@ from acutance.sites.structure import bare_module
 
 
 class AttentionMaps(dict[int, NDArray[np.float32]]):
-    """Layer number (1 is the first) to an array (heads, tokens, tokens) whose rows sum to one."""
+    """Layer number (1 is the first) to an array (heads, tokens, tokens); but for scans its rows sum to one."""
 
     def __repr__(self) -> str:
         return f"AttentionMaps({ {layer: maps.shape for layer, maps in self.items()} })"
@@ -32,12 +32,13 @@ def attention_maps(model: nn.Module, sample: Tensor | Mapping[str, Any], layers:
     The sample is an image, with or without a batch axis of one, or keyword arguments; layers are such as `[1, 6, 12]`.
     """
     bare = bare_module(model)
-    found = {site.layer: number for site, number in sites.layers_of(bare)}
-    if not layers or not set(layers) <= found.keys():
-        raise AcutanceError(f"layers {list(layers)}: name at least one, from {min(found)} to {max(found)}")
+    found = [number for _, number in sites.readable_layers(bare)]
+    if not layers or not set(layers) <= {*found}:
+        known = f"from {found[0]} to {found[-1]}" if len(found) > found[-1] - found[0] else f"of {found}"
+        raise AcutanceError(f"layers {list(layers)}: name at least one, {known}")
     if isinstance(sample, Tensor) and sample.ndim == 3:
         sample = sample[None]
-    reader = MapReader([found[layer] for layer in layers])
+    reader = MapReader(layers)
     walk(bare, [sample], reader)
     return reader.maps
 
@@ -51,4 +52,4 @@ class MapReader(Visitor):
     def attend(self, layer: int, call: AttentionCall) -> None:
         if call.A.shape[0] != 1:
             raise AcutanceError(f"attention_maps takes one sample, got a batch of {call.A.shape[0]}")
-        self.maps[call.layer] = call.A.dense()[0].float().cpu().numpy()
+        self.maps[layer] = call.A.dense()[0].float().cpu().numpy()

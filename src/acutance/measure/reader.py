@@ -20,7 +20,7 @@ from acutance import sites
 from acutance.attention import AttentionCall
 from acutance.attention.kernels import packed
 from acutance.attention.operator import AttentionOperator
-from acutance.errors import AcutanceError, ShapeError, warn
+from acutance.errors import AcutanceError, ShapeError, SignedRowsError, warn
 from acutance.measure import PREFIXES, TAPS
 from acutance.measure.profile import MATRIX, MetricValue
 from acutance.measure.samples import TokenLayout
@@ -98,12 +98,14 @@ class MetricReader(Visitor):
         self.names = chosen("metric", known if metrics == "all" else metrics, [*known, "all"])
         self.token_metrics = [n for n in self.names if n in metric_room.TOKEN_METRICS]
         self.attention_metrics = [n for n in self.names if n not in self.token_metrics]
+        self.reads_all = metrics == "all"
+        self.refused: dict[str, SignedRowsError] = {}  # by metric, why some layer has none
         attends = {"attention", "values"} & set(self.taps) or self.attention_metrics
         wanted = {"leave": "block" in self.taps, "attend": attends, "final": "final" in self.taps}
         self.needs = {"enter": (1,)} | {method: EVERY for method, is_wanted in wanted.items() if is_wanted}
         if model is not None and "block" in self.taps and (unread := sites.modules_unread(model)):
             warn(f"modules that are no blocks are not counted as layers: {', '.join(unread)}", stacklevel=4)
-        layers = sites.layers_of(model) if model is not None and ATTENTION_COSINE in self.names else []
+        layers = sites.readable_layers(model) if model is not None and ATTENTION_COSINE in self.names else []
         self.moving = [number for site, number in layers if has_windows(site.attention)]
         self.autocast: str | None = None  # the dtype that the blocks run in; a model's forward may enter its own
         self.samples, self.out = TokenLayout(), PendingValues()
@@ -114,7 +116,7 @@ class MetricReader(Visitor):
         self.samples, self.counts = batch.samples(self.prefix), batch.counts
         self.out = PendingValues(filled=self.samples.filled)
         self.ran: dict[str, dict[int, int]] = {}  # by tap, the depth of each block that ran
-        self.previous: AttentionOperator | None = None
+        self.previous: dict[type, AttentionOperator] = {}  # scans and attention of a hybrid by themselves
 
     def depth(self, tap: str, layer: int) -> int:
         """How deep a block is that runs now: its number, or one more than before if layers share a module."""
@@ -160,17 +162,25 @@ class MetricReader(Visitor):
         # One reduction gives both of these metrics; one alone has a faster way.
         rows = from_rows(record, mask) if set(FROM_ROWS) <= set(self.names) else {}
         for name in [name for name in self.attention_metrics if name != ATTENTION_COSINE]:
-            values = rows[name] if name in rows else metric_room.ATTENTION_METRICS[name](record, mask)
+            try:
+                values = rows[name] if name in rows else metric_room.ATTENTION_METRICS[name](record, mask)
+            except SignedRowsError as error:  # scans among layers of attention
+                self.refused[name] = error
+                continue
             self.out.add(MATRIX, layer, [name], values)
         if ATTENTION_COSINE in self.names:
-            before, self.previous = self.previous, None if windows_move else record.A
-            if before is not None and self.previous is not None and before.shape == self.previous.shape:  # one stage's
-                cosine = metric_room.attention_cosine(before, self.previous, mask)
+            A, before = record.A, self.previous.pop(type(record.A), None)
+            self.previous |= {} if windows_move else {type(A): A}
+            if before is not None and not windows_move and before.shape == A.shape:  # one stage's
+                cosine = metric_room.attention_cosine(before, A, mask)
                 self.out.add(MATRIX, layer, [ATTENTION_COSINE], cosine)
 
     def end(self) -> None:
         """Send the batch's values off, and take in those that have arrived."""
-        if not any(names for _, names, _ in self.out.read):
+        read = {name for _, names, _ in self.out.read for name in names}
+        if missing := [] if self.reads_all else [name for name in self.refused if name not in read]:
+            raise self.refused[missing[0]]
+        if not read:
             why = "no block of the model was called as a module: past hooks, only a Library of its own can read it"
             if MATRIX in self.ran:
                 why = f"{ATTENTION_COSINE} needs two layers of the same tokens, not windows that move"

@@ -97,7 +97,8 @@ def walk(
                     around.enter_context(sites.checking_blocks(target, *possible_rows(batch.fed)))
                 for packed in [samples.documents for samples in batch.asked.values() if samples.documents is not None]:
                     with suppress(AcutanceError):  # another reads this attention and checks it, or nobody can
-                        around.enter_context(sites.find(target)[0].observe(packed.refuse_mixing))
+                        for site in {type(site): site for site, _ in sites.readable_layers(target)[::-1]}.values():
+                            around.enter_context(site.observe(packed.refuse_mixing))
                 feed(bare, batch.fed)
             for visitor in visitors:
                 visitor.end()
@@ -123,7 +124,7 @@ def set_hooks(model: nn.Module, visitors: Iterable[Visitor], stack: ExitStack) -
         before, after = partial(block.register_forward_pre_hook, with_kwargs=True), block.register_forward_hook
         listen("enter", layer, before, lambda _, *given, tokens=tokens: tokens(sites.tokens_in(*given)))
         listen("leave", layer, after, lambda *args, tokens=tokens: tokens(sites.tokens_out(args[-1])))
-    for site, layer in sites.layers_of(model) if any("attend" in v.needs for v in visitors) else ():
+    for site, layer in sites.readable_layers(model) if any("attend" in v.needs for v in visitors) else ():
         listen("attend", layer, site.observe, lambda call: call)
         stages = site.stages() if any(layer in v.needs.get("norm", ()) for v in visitors) else None
         for norm in stages.norms if stages is not None else ():

@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from acutance.attention.kernels import attention_sums
 from acutance.attention.operator import AttentionOperator
-from acutance.attention.products import KERNELS, Tiles, accumulation_dtype
+from acutance.attention.products import KERNELS, Tiles, accumulation_dtype, row_blocks
 from acutance.errors import ShapeError
 from acutance.metrics.sums import masked_mean, metric, ratio, safe_sqrt, valid_positions
 
@@ -25,6 +25,7 @@ def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tenso
     It is 0 if every row attends to one key, and log M if it attends to all M alike. Fully masked rows are skipped. A
     sink counts as one more key.
     """
+    A.require_weights("attention_entropy")
     if A.sink is None and attention_sums.is_available(A):
         sums = attention_sums.row_sums(A)
         return masked_mean(sums.entropies, valid_positions(mask, A.q, heads=True) & (sums.log_sums != -torch.inf))
@@ -50,22 +51,24 @@ def attention_entropy(A: AttentionOperator, mask: Tensor | None = None) -> Tenso
     return masked_mean(entropy, valid_positions(mask, A.q, heads=True) & sees_keys)
 
 
-@metric("", "neither", (0, 1), "How alike two layers attend: 1 when the second repeats the first.")
+@metric("", "neither", (-1, 1), "How alike two layers attend: 1 when the second repeats the first.")
 def attention_cosine(A: AttentionOperator, B: AttentionOperator, mask: Tensor | None = None) -> Tensor:
     """⟨A, B⟩_F / (‖A‖_F ‖B‖_F) per head (batch, heads).
 
-    Between successive layers it shows redundancy (arXiv 2312.00751, Fig. 5). A matrix of zeros has cosine 0.
+    Between successive layers it shows redundancy (arXiv 2312.00751, Fig. 5). A matrix of zeros has cosine 0. Only
+    matrices of both signs, as scans have, give a cosine below 0.
     """
     if A.shape != B.shape:
         raise ShapeError(f"both operators must have the same (batch, heads, queries, keys): {A.shape} and {B.shape}")
     valid, sums = valid_positions(mask, A.q, heads=True).unsqueeze(-1), torch.zeros((), device=A.device)
-    for a, b in zip(_counted(A, valid), _counted(B, valid), strict=True):
+    rows = row_blocks(A)[0].stop
+    for a, b in zip(_counted(A, valid, rows), _counted(B, valid, rows), strict=True):
         sums = sums + torch.stack([(a * b).sum((-2, -1)), a.square().sum((-2, -1)), b.square().sum((-2, -1))])
     inner, *norms = sums.unbind()
-    return ratio(inner, safe_sqrt(norms[0]) * safe_sqrt(norms[1])).clamp(0, 1)
+    return ratio(inner, safe_sqrt(norms[0]) * safe_sqrt(norms[1])).clamp(-1, 1)
 
 
-@metric("A", "neither", (0, 1), "How alike the heads attend: 1 when all do the same.")
+@metric("A", "neither", (-1, 1), "How alike the heads attend: 1 when all do the same.")
 def head_cosine(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
     """The mean Frobenius cosine over all pairs of heads (batch,); 1 if all heads are alike, or there is one."""
     heads, valid, gram = A.heads, valid_positions(mask, A.q, heads=True).unsqueeze(-1), torch.zeros((), device=A.device)
@@ -78,15 +81,15 @@ def head_cosine(A: AttentionOperator, mask: Tensor | None = None) -> Tensor:
     norms = safe_sqrt(gram.diagonal(dim1=-2, dim2=-1))
     cosines = ratio(gram, norms.unsqueeze(-1) * norms.unsqueeze(-2))
     pairs = torch.ones(heads, heads, dtype=torch.bool, device=A.device).triu(1)
-    return cosines[..., pairs].mean(-1).clamp(0, 1)
+    return cosines[..., pairs].mean(-1).clamp(-1, 1)
 
 
-def _counted(A: AttentionOperator, valid: Tensor) -> Iterator[Tensor]:
+def _counted(A: AttentionOperator, valid: Tensor, size: int | None = None) -> Iterator[Tensor]:
     """Blocks of A's rows divided by the largest row sum, with zeros in rows that do not count.
 
     Beside a sink that takes nearly everything, squares of the small entries would vanish.
     """
     largest = None if A.sink is None else (A.row_scale * valid).amax(-2, keepdim=True)
-    for rows, weights in A.tiles():
+    for rows, weights in A.tiles(size):
         counted = weights.masked_fill(~valid[..., rows, :], 0)
         yield counted if largest is None else ratio(counted, largest)

@@ -21,6 +21,7 @@ from acutance.metrics.sums import masked_mean, metric, safe_logsumexp, split_mea
 @metric("A output", "sharper", (0, inf), "How much tokens differ from those they attend to.")
 def nonlocal_energy(A: AttentionOperator, u: Tensor, mask: Tensor | None = None) -> Tensor:
     """J(u) = ½ Σ_ij A_ij ‖u_i − u_j‖² with the rows of A summing to one; a fully masked row adds 0."""
+    A.require_weights("nonlocal_energy")
     _check_fits(A, u)
     valid = valid_positions(mask, A.q, heads=True)
     if attention_sums.is_available(A, u):
@@ -42,6 +43,7 @@ def log_nonlocal_energy_raw(A: AttentionOperator, u: Tensor, mask: Tensor | None
     It is summed in logarithms, pair by pair, a block of rows at a time. A row that sees little but itself may have the
     largest kernel and the smallest energy, which a difference of large sums would lose.
     """
+    A.require_weights("log_nonlocal_energy_raw")
     A, u = _matched(A, u)
     tiles = Tiles(A)
 
@@ -79,6 +81,7 @@ def gradient_alignment(A: AttentionOperator, v: Tensor, mask: Tensor | None = No
     cosine, so large logits do no harm. A gradient that is zero up to rounding has cosine 0. Fully masked rows are
     skipped.
     """
+    A.require_weights("gradient_alignment")
     A, v = _matched(A, v)
     valid = valid_positions(mask, A.q, heads=True)
     mean, v = split_mean(v, valid)

@@ -89,6 +89,8 @@ FROM_SUMS: dict[str, Callable[[Numbers], Numbers]] = {
 def from_rows(record: AttentionCall, mask: Tensor | None) -> dict[str, Tensor]:
     """`FROM_ROWS` (batch, heads) by one reduction, if all rows count."""
     A, u = record.A, record.output
+    if u is None:  # of a scan
+        return {}
     fits = u.ndim == 4 and A.shape[2] == A.shape[3] == u.shape[2] and u.shape[1] in (A.heads, A.key_heads)
     if mask is not None or A.mask is not None or not fits or not attention_sums.is_available(A, u):
         return {}

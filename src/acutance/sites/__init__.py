@@ -18,6 +18,7 @@ from acutance.errors import TOKENS_REMAIN, AcutanceError, NoSitesError, SeveralS
 from acutance.mitigations import Mitigation
 from acutance.sites import structure
 from acutance.sites.patched import PatchedSite, make_sites
+from acutance.sites.scans import ScanSite, scans_in
 from acutance.sites.site import AttentionSite, Library, Undo
 from acutance.sites.stream import StreamCheck
 from acutance.sites.structure import Layer, SpecialTokens, cached, cached_lookup, modules_of, tokens_in, tokens_out
@@ -60,6 +61,9 @@ def _known(model: nn.Module) -> tuple[Library, tuple[Layer, ...]]:
             return library, layers
     kind, supported = type(model), ", ".join(library.name for library in LIBRARIES)
     name = f"{kind.__module__}.{kind.__qualname__}"
+    if not refusals and scans_in(model):
+        what = f"{name} mixes tokens by scans, which have no softmax, queries and W_V to explain or mitigate"
+        refusals.append(NoSitesError(f"{what}: measure reads them at the taps block, attention and values"))
     refusals.append(NoSitesError(f"no attention found in {name}; models supported: {supported}. {TOKENS_REMAIN}"))
     raise refusals[0]
 
@@ -137,6 +141,22 @@ def layers_of(model: nn.Module) -> list[tuple[AttentionSite, int]]:
     """The sites, each with the number of its layer among all blocks: attention is not in all of them."""
     layers = {block: layer for layer, block, _ in blocks(model)}
     return [(site, layers[site.block]) for site in find(model)]
+
+
+def readable_layers(model: nn.Module) -> list[tuple[AttentionSite | ScanSite, int]]:
+    """Where an operator A can be read, each with its layer among all blocks: attention, or else a scan."""
+    found: list[tuple[AttentionSite | ScanSite, int]] = []
+    try:
+        found += layers_of(model)
+    except NoSitesError:
+        if not scans_in(model):
+            raise
+    attending, paths = {number for _, number in found}, {module: path for path, module in modules_of(model).items()}
+    for number, block, _ in blocks(model):
+        if number not in attending and (mixers := scans_in(block)):
+            mixer = mixers[structure.self_attention_in("", mixers)]
+            found.append((ScanSite(paths[mixer], block, mixer), number))
+    return sorted(found, key=lambda one: one[1])
 
 
 @cached

@@ -17,6 +17,7 @@ from acutance.mitigations.projection import Projection, Projections
 from acutance.sites import structure
 from acutance.sites.discovery import Surroundings, discover, is_norm, same_values
 from acutance.sites.patched import PatchedSite
+from acutance.sites.scans import scan_of
 from acutance.sites.site import Library, Stages
 from acutance.sites.structure import ADVICE, Layer, modules_of, path_of
 
@@ -210,7 +211,8 @@ class AnybodySite(NamedSite):
 
 def _layers(model: nn.Module) -> list[Layer]:
     blocks = structure.blocks_in_order(model)
-    found = [_attention_of(path, block) for path, block in blocks.items()]
+    seen = (_attention_of(path, block) for path, block in blocks.items())
+    found = [None if attention is None or scan_of(attention) is not None else attention for attention in seen]
     return [
         Layer(layer, path_of(model, attention), block, attention, structure.parent_of(path))
         for layer, ((path, block), attention) in enumerate(zip(blocks.items(), found, strict=True), 1)

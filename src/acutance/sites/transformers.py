@@ -18,6 +18,7 @@ from acutance.sites import record, structure
 from acutance.sites.intercept import SINKS, Product, causal_mask
 from acutance.sites.named import NamedSite
 from acutance.sites.patched import SITE
+from acutance.sites.scans import scan_of
 from acutance.sites.site import Library
 from acutance.sites.structure import Layer, SpecialTokens, modules_of
 
@@ -113,7 +114,8 @@ def take_over_sdpa() -> None:
 def _attends(module: nn.Module) -> bool:
     """By its class, which transformers names so without exception; a pooling head's is none of the layers'."""
     cls = type(module)
-    named = "Attention" in cls.__name__ and "Pool" not in cls.__name__ and next(module.parameters(), None) is not None
+    named = "Attention" in cls.__name__ and "Pool" not in cls.__name__ and scan_of(module) is None
+    named = named and next(module.parameters(), None) is not None
     return named and any(parent.__module__.startswith("transformers.") for parent in cls.__mro__)
 
 
