@@ -126,6 +126,7 @@ def set_hooks(model: nn.Module, visitors: Iterable[Visitor], stack: ExitStack) -
         listen("leave", layer, after, lambda *args, tokens=tokens: tokens(sites.tokens_out(args[-1])))
     for site, layer in sites.readable_layers(model) if any("attend" in v.needs for v in visitors) else ():
         listen("attend", layer, site.observe, lambda call: call)
+    for site, layer in sites.layers_of(model) if any("norm" in v.needs for v in visitors) else ():
         stages = site.stages() if any(layer in v.needs.get("norm", ()) for v in visitors) else None
         for norm in stages.norms if stages is not None else ():
             listen("norm", layer, norm.register_forward_hook, partial(_both_sides, site.tokens))
