@@ -12,6 +12,7 @@ from acutance.cli.options import console
 from acutance.cli.verbs import explain, measure, mitigate
 from acutance.errors import AcutanceError
 from acutance.lab.commands import bench, compare, demo, evaluate, reproduce, robustness, studies, train
+from acutance.report.tables import WIDTH
 from acutance.version import __version__
 
 app = typer.Typer(
@@ -21,7 +22,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for verb in (demo, measure, mitigate, explain, train, evaluate, compare, robustness, reproduce, bench):
+CORE = (measure, explain, mitigate, compare)  # first in the help, in this order
+for verb in (*CORE, demo, train, evaluate, robustness, reproduce, bench):
     app.command()(verb)
 app.add_typer(studies, name="lab")
 
@@ -36,6 +38,8 @@ def main(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 def run() -> None:
     """The entry point: errors made on purpose, and files that cannot be read or written, are one line, no traceback."""
+    if not sys.stdout.isatty():
+        os.environ.setdefault("COLUMNS", str(WIDTH))  # else the width would be that of a terminal on standard error
     try:
         app()
     except AcutanceError as error:

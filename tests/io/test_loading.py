@@ -18,6 +18,7 @@ from acutance.__main__ import app
 from acutance.cli.options import DataOptions
 from acutance.errors import AcutanceError, AcutanceWarning, MissingExtraError
 from acutance.io import load_model
+from acutance.io.loading import refuse_unsavable
 from acutance.lab import recipes
 from acutance.lab.data import load_images
 from acutance.lab.data.augment import normalise
@@ -100,11 +101,19 @@ def test_commands_say_which_data_is_missing(bert: Path, vit: Path) -> None:
         (text, {}, "say what it shall read with --text FILE"),
         (images, {}, "say what it shall read with --images DIR"),
         (text, {"text": DECLARATION, "images": vit}, "give one of them"),
-        (images, {"images": vit, "tokens": 3}, "it needs --text"),
         (images, {"data_dir": vit}, "--data-dir says where a run's own data lies"),
     ]:
         with pytest.raises(AcutanceError, match=message):
             batches_for(loaded, **given)
+    with pytest.raises(AcutanceError, match="it needs --text"):
+        DataOptions(images=vit, tokens=3).check("hf:any")
+
+
+def test_a_gguf_file_is_not_promised_to_be_saved(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(AcutanceError, match="transformers reads but cannot save: leave out --out"):
+        refuse_unsavable(f"hf:{tmp_path}", tmp_path / "out")
 
 
 def test_weights_that_were_not_there_are_not_silently_random(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from acutance.measure import DEFAULT_METRICS
 from acutance.measure.profile import MetricValue, Profile
 from acutance.measure.reader import available_metrics
 from acutance.report.page import write_page
 from acutance.report.pictures import plot_attention, plot_curves
-from acutance.report.tables import FittedTable
+from acutance.report.tables import FittedTable, short
 from report.made_profiles import made_profile
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -96,20 +97,21 @@ def printed(what: object, width: int) -> str:
 @pytest.mark.parametrize("width", [60, 80, 110, 400])
 def test_nothing_is_cut_off_or_broken_however_narrow(width: int) -> None:
     before, after = (made_profile(shift=shift, metrics=available_metrics()) for shift in (0, 1))
-    for what, cell in ((before.table(), "2.0000 ± 0.5000"), (before.compare(after), "2.0000 → 3.0000")):
+    for what, cell in ((before.table(spread=True), "2.00 ± 0.50"), (before.compare(after), "2.00 → 3.00")):
         text = printed(what, width)
         assert "…" not in text
-        assert [name for name in available_metrics() if not re.search(rf"\b{name}\b", text)] == []
+        pieces = available_metrics() if width == 400 else re.findall("[a-z]+_?", " ".join(available_metrics()))
+        assert [name for name in pieces if not re.search(rf"(\b|_){name}", text)] == []
         assert text.count(cell) == len(available_metrics())
         assert max(map(len, text.splitlines())) <= width
         if width == 400:  # one table, one caption
-            assert (text.count("layer"), text.count("7 samples, mean")) == (1, 1)
+            assert (text.count("layer "), text.count("7 samples")) == (1, 1)
 
 
 def test_a_table_has_the_rows_of_its_columns_only() -> None:
     places = (("block", 1, "token_cosine"), ("final", 1, "norm_spread"))
     readings = tuple(MetricValue(*place, 0.1, 0, 1) for place in places)
-    first, second = printed(Profile(readings, {}).table(), 40).split("norm_spread")
+    first, second = printed(Profile(readings, {}).table(), 30).split("spread")
     assert ("block" in first, "final" in first) == (True, False)
     assert ("block" in second, "final" in second) == (False, True)
 
@@ -119,6 +121,24 @@ def test_sentences_wrap_and_stay_in_their_table() -> None:
     text = printed(FittedTable("", rows, "", sentences="why"), 60)
     assert re.search("short.*why", text)
     assert text.count("word") == 30
+
+
+def test_the_answer_comes_first_and_the_usual_table_fits_80_columns_in_one_piece() -> None:
+    profile = made_profile(0.1, metrics=DEFAULT_METRICS, depth=12)
+    text = str(profile)
+    assert text.splitlines()[0].startswith("Tokens grow alike with depth")
+    assert max(map(len, text.splitlines())) <= 80
+    assert (text.count("│    12 │"), text.count("cosine ↑"), text.count("rank ↓")) == (1, 1, 1)
+    assert "<b>Tokens grow alike" in profile._repr_html_()
+    assert "token_cosine ↑" in printed(profile, 200)
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [(0, "0.000"), (0.5, "0.500"), (-0.0123, "-0.012"), (0.00123, "0.0012"), (12.34, "12.3"), (-1234.5, "-1234")],
+)
+def test_numbers_have_two_or_three_digits(x: float, text: str) -> None:
+    assert short(x) == text
 
 
 def test_notebooks_show_an_escaped_table() -> None:

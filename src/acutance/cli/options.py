@@ -26,6 +26,7 @@ Model = Annotated[str, typer.Argument(help=_MODEL)]
 DataDir = Annotated[Path | None, option("Where the data is now, if not where it was.")]
 Device = Annotated[str, option("cpu, cuda or auto.")]
 Part = Annotated[str | None, option("The stack of layers to read, e.g. encoder.")]
+LIBRARIES = ("hf:", "timm:")  # whose models bring no data of their own
 JSON = Annotated[Path | None, option("Also write the result here.", "--json")]
 HTML = Annotated[Path | None, option("Also write an offline page here.", "--html")]
 
@@ -46,7 +47,20 @@ class DataOptions:
     device: Device = "auto"
     dtype: Annotated[str | None, option("float32, float64, bfloat16 or float16.")] = None
 
-    def load(self, model: str, **more: Any) -> Any:
+    def check(self, model: str, *, reads: bool = True) -> None:
+        """Refuse what cannot work before anything is loaded."""
+        for option, path in (("--text", self.text), ("--images", self.images)):
+            if path is not None and not path.exists():
+                raise AcutanceError(f"{option} {path}: there is no such file or folder")
+        if self.images is not None and not self.images.is_dir():
+            raise AcutanceError(f"--images {self.images} is a file: name the folder that it is in")
+        if self.tokens is not None and self.text is None:
+            raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
+        if reads and model.startswith(LIBRARIES) and self.text is self.images is None:
+            raise AcutanceError(f"{model} comes without data: say what it shall read with --text FILE or --images DIR")
+
+    def load(self, model: str, *, reads: bool = True, **more: Any) -> Any:
+        self.check(model, reads=reads)
         import torch
 
         from acutance.distributed import device
@@ -65,8 +79,6 @@ class DataOptions:
         name = data or next(iter(loaded.data), None)
         if self.data_dir is not None and (self.text or self.images or name != "own"):
             raise AcutanceError(f"--data-dir says where a run's own data lies, which {loaded.name} is not to read")
-        if self.tokens is not None and self.text is None:
-            raise AcutanceError("--tokens is the length of a window of text: it needs --text FILE")
         how = {"limit": self.limit} | ({} if self.batch is None else {"batch": self.batch})
         if self.text is not None:
             return loaded.text_batches(self.text, tokens=self.tokens, **how)

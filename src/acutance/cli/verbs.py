@@ -23,15 +23,30 @@ class MeasureOptions(DataOptions):
     prefix: Annotated[str, option("Class, register and special tokens in or out of the metrics.")] = "in"
     part: Part = None
 
-    def profile(self, loaded: Any, batches: Any) -> Any:
+    @property
+    def chosen(self) -> dict[str, Any]:
         metrics = "all" if self.metrics.strip() == "all" else words(self.metrics)
-        chosen: dict[str, Any] = {"prefix": self.prefix, "part": self.part}  # measure refuses unknown ones
-        found = ac.measure(loaded.model, batches, metrics=metrics, tap=words(self.tap), across_processes=True, **chosen)
+        return {"metrics": metrics, "tap": words(self.tap), "prefix": self.prefix}
+
+    def check(self, model: str, *, reads: bool = True) -> None:
+        from acutance.measure.reader import MetricReader
+
+        super().check(model, reads=reads)
+        MetricReader(**self.chosen)  # refuses unknown names
+
+    def profile(self, loaded: Any, batches: Any) -> Any:
+        found = ac.measure(loaded.model, batches, part=self.part, across_processes=True, **self.chosen)
         return replace(found, context={**found.context, "name": loaded.name, "data": batches.description})
 
 
 @spread
-def measure(model: Model, options: MeasureOptions, json_path: JSON = None, html_path: HTML = None) -> None:
+def measure(
+    model: Model,
+    options: MeasureOptions,
+    deviations: Annotated[bool, option("Print standard deviations over samples too.", "--spread")] = False,
+    json_path: JSON = None,
+    html_path: HTML = None,
+) -> None:
     """Print how smooth a model's tokens are, layer by layer, read on text, on images or on the embedded digits.
 
     A run is read on its own test data.
@@ -50,7 +65,7 @@ def measure(model: Model, options: MeasureOptions, json_path: JSON = None, html_
         loaded = options.load(model)
         profile = options.profile(loaded, options.batches(loaded))
     if rank == 0:
-        show(profile, json_path, html_path)
+        show(profile, json_path, html_path, spread=deviations)
 
 
 @spread
@@ -65,10 +80,13 @@ def mitigate(
 
     Example: acutance mitigate hf:gpt2 neutreno:0.4 --text wiki.test.txt --limit 64 --out gpt2-neutreno
     """
+    from acutance.io.loading import refuse_unsavable
     from acutance.mitigations import as_mitigation
 
     chosen = None if layers is None else ints(layers, "--layers")
     mitigation = as_mitigation(spec)
+    if out is not None:
+        refuse_unsavable(model, out)
     loaded = options.load(model, head=True)
     batches = options.batches(loaded)
     before = options.profile(loaded, batches)
@@ -114,7 +132,7 @@ def explain(
         raise AcutanceError(f"unknown picture {kind!r}; known: {', '.join(get_args(Picture))}")
     if picture_path is not None and picture_path.suffix.lower() not in PICTURES:
         raise AcutanceError(f"--picture {picture_path}: its ending says the format: one of {', '.join(PICTURES)}")
-    loaded = options.load(model)
+    loaded = options.load(model, reads=with_data)
     batches = options.batches(loaded, data) if with_data else None
     choices: dict[str, Any] = {"norm": norm, "prefix": prefix}  # explain refuses unknown ones
     spectrum = ac.explain(loaded.model, batches, whole=whole, part=part, **choices)
@@ -123,8 +141,8 @@ def explain(
     write(picture_path, lambda path: spectrum.plot(drawn).savefig(path, dpi=150))
 
 
-def show(result: Any, json_path: Path | None, html_path: Path | None) -> None:
-    """Print a profile or a spectrum, and write it where that is asked for."""
-    console.print(result.table())
+def show(result: Any, json_path: Path | None, html_path: Path | None, **how: Any) -> None:
+    """Print a profile, a spectrum or a comparison, and write it where that is asked for."""
+    console.print(result.table(**how))
     write(json_path, result.save)
     write(html_path, result.to_html)

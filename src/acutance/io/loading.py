@@ -49,6 +49,14 @@ def load_model(
     return loaded
 
 
+def refuse_unsavable(name: str, out: Path) -> None:
+    """Refuse a model by its name that could not be written to `out`, before it is loaded."""
+    if out.is_file():
+        raise AcutanceError(f"{out} is a file: name a folder to save the model in")
+    if name.startswith("hf:") and "gguf_file" in _source(name)[1]:
+        raise AcutanceError(f"{name} is a GGUF file, which transformers reads but cannot save: leave out --out {out}")
+
+
 def _own(path: Path) -> LoadedModel:
     """A checkpoint of our own, or the one in a run's folder."""
     if (path / "config.json").is_file():

@@ -42,7 +42,10 @@ def save(model: nn.Module, path: PathLike) -> Path:
             raise AcutanceError(f"{path} is a file: a {kind} is written as a folder, name another")
         with ExitStack() as stack:
             stack.callback(note(model))  # of the whole: a part that was mitigated by itself did not know it
-            model.save_pretrained(path)  # type: ignore[operator]
+            try:
+                model.save_pretrained(path)  # type: ignore[operator]
+            except ValueError as error:  # such as quantized weights
+                raise AcutanceError(f"transformers cannot save this {kind}: {first_line(error)}") from error
         return Path(path)
     if Path(path).suffix != ".safetensors":
         raise AcutanceError(f"{path}: a {kind} is written as one file, name it ….safetensors")

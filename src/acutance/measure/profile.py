@@ -9,11 +9,13 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from acutance.measure.headline import headline_of, higher_is, main_curve
 from acutance.report.page import write_page
 from acutance.report.pictures import Figure, plot_curves
-from acutance.report.tables import FittedTable, Result, to_plain
+from acutance.report.tables import FittedTable, Result, short, to_plain
 
 MATRIX = "attention_matrix"  # the tap of metrics that are read from the attention operator rather than from tokens
+ARROWS = {"smoother": " ↑", "sharper": " ↓"}  # which way is smoother
 
 
 @dataclass(frozen=True)
@@ -71,22 +73,30 @@ class Profile(Result):
     def rows(self) -> list[dict[str, Any]]:
         return [asdict(r) for r in self.readings]
 
-    def table(self) -> FittedTable:
-        cells = {(r.tap, r.layer, r.metric): f"{r.mean:.4f} ± {r.std:.4f}" for r in self.readings}
-        return _table(self.title, cells, self.caption)
+    def table(self, *, spread: bool = False) -> FittedTable:
+        """For the terminal: what the profile shows, and means by layer; with `spread` their deviations too."""
+        cells = {(r.tap, r.layer, r.metric): short(r.mean) for r in self.readings}
+        if spread:
+            cells = {(r.tap, r.layer, r.metric): f"{short(r.mean)} ± {short(r.std, r.mean)}" for r in self.readings}
+        over = f"over {self.context['runs']} runs" if self.context.get("runs") else "over samples"
+        what = f"mean{' ± standard deviation' if spread else 's'} {over}; arrows point to smoother"
+        return table_of(self.title, cells, f"{what}; {self.caption}", self.headline)
 
     def compare(self, other: Self) -> FittedTable:
         """This profile's means → another's, for example before and after a mitigation."""
-        before, after = ({(r.tap, r.layer, r.metric): f"{r.mean:.4f}" for r in p.readings} for p in (self, other))
+        before, after = ({(r.tap, r.layer, r.metric): short(r.mean) for r in p.readings} for p in (self, other))
         cells = {key: f"{before.get(key, '–')} → {after.get(key, '–')}" for key in before | after}
-        caption = other.caption.replace("mean ± standard deviation", "means", 1)
-        return _table(f"{self.title} → {other.title}", cells, caption)
+        return table_of(f"{self.title} → {other.title}", cells, f"means; arrows point to smoother; {other.caption}")
+
+    @property
+    def headline(self) -> str:
+        """What the profile shows, in a sentence."""
+        return headline_of(main_curve(self))
 
     @property
     def caption(self) -> str:
         """Where and how it was read, in one line."""
-        spread = f"over {self.context['runs']} runs" if self.context.get("runs") else "over samples"
-        parts = [f"{self.context.get('samples', '?')} samples, mean ± standard deviation {spread}"]
+        parts = [f"{self.context.get('samples', '?')} samples"]
         parts += [f"{key}: {self.context[key]}" for key in ("data", "prefix", "dtype", "device") if key in self.context]
         return "; ".join(parts)
 
@@ -110,11 +120,12 @@ class Profile(Result):
         return write_page({self.title: self}, path)
 
 
-def _table(title: str, cells: Mapping[tuple[str, int, str], str], caption: str) -> FittedTable:
+def table_of(title: str, cells: Mapping[tuple[str, int, str], str], caption: str, headline: str = "") -> FittedTable:
     """A row per tap and layer, a column per metric."""
     metrics = dict.fromkeys(metric for _, _, metric in cells)
     rows = [
-        {"tap": tap, "layer": str(layer)} | {metric: cells.get((tap, layer, metric), "") for metric in metrics}
+        {"tap": tap, "layer": str(layer)}
+        | {metric + ARROWS.get(higher_is(metric), ""): cells.get((tap, layer, metric), "") for metric in metrics}
         for tap, layer in dict.fromkeys((tap, layer) for tap, layer, _ in cells)
     ]
-    return FittedTable(title, rows, caption, keys=("tap", "layer"), left=("tap",))
+    return FittedTable(title, rows, caption, keys=("tap", "layer"), left=("tap",), headline=headline)

@@ -3,12 +3,14 @@
 import json
 import math
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from html import escape
 from itertools import zip_longest
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -26,13 +28,14 @@ else:
     DataFrame = Any
 
 WRAPPED = 40  # least width of a column of sentences, borders included
+WIDTH = 80  # columns of text wherever there is no terminal
 
 Rows = Sequence[Mapping[str, str]]  # column name to text; every row has the same columns
 
 
 @dataclass(frozen=True)
 class FittedTable:
-    """One table if it fits the terminal, else several below one another, each with the columns that fit."""
+    """One table if it fits the terminal, headings broken if need be; else several, each with the columns that fit."""
 
     title: str
     rows: Rows
@@ -40,34 +43,46 @@ class FittedTable:
     keys: Sequence[str] = ("layer",)  # columns that name a row, repeated in every table
     left: Sequence[str] = ()  # left-aligned columns
     sentences: str | None = None  # the column that may wrap
+    headline: str = ""  # the answer in a sentence, above the table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         names = dict.fromkeys((*self.keys, *(self.rows[0] if self.rows else ())))
-        widths = {name: max(cell_len(text) for text in (name, *(row[name] for row in self.rows))) + 3 for name in names}
-        if self.sentences in widths:
-            widths[self.sentences] = WRAPPED
+        cells = {name: max([0, *(cell_len(row[name]) for row in self.rows)]) for name in names}
+        heads = {name: [name] for name in names}
+        widths = self._widths(heads, cells)
+        if sum(widths.values()) >= options.max_width:
+            heads = {name: _broken(name, cells[name]) for name in names}
+            widths = self._widths(heads, cells)
         groups: list[list[str]] = [[]]
         for column in [name for name in names if name not in self.keys]:
             if groups[-1] and 1 + sum(widths[name] for name in (*self.keys, *groups[-1], column)) > options.max_width:
                 groups.append([])
             groups[-1].append(column)
+        if self.headline:
+            yield Text(self.headline, style="bold")
         for title, group in zip_longest([self.title], groups):
             table = Table(title=title, title_justify="left")
             for column in (*self.keys, *group):
-                table.add_column(column, justify="left" if column in self.left else "right")
+                table.add_column("\n".join(heads[column]), justify="left" if column in self.left else "right")
             for row in [row for row in self.rows if any(row[column] for column in group)]:
                 table.add_row(*(row[column] for column in (*self.keys, *group)))
             yield table
         yield Text(self.caption, style="table.caption")
 
+    def _widths(self, heads: Mapping[str, Sequence[str]], cells: Mapping[str, int]) -> dict[str, int]:
+        """The width of every column, borders included."""
+        widths = {name: max(cells[name], *map(cell_len, lines)) + 3 for name, lines in heads.items()}
+        return widths | ({} if self.sentences not in widths else {self.sentences: WRAPPED})
+
     def __str__(self) -> str:
-        console = Console(width=160, no_color=True)
+        console = Console(width=WIDTH, no_color=True)
         with console.capture() as capture:
             console.print(self)
         return capture.get()
 
     def _repr_html_(self) -> str:
-        return f"<h4>{escape(self.title)}</h4>{html_table(self.rows)}<p>{escape(self.caption)}</p>"
+        headline = f"<p><b>{escape(self.headline)}</b></p>" if self.headline else ""
+        return f"{headline}<h4>{escape(self.title)}</h4>{html_table(self.rows)}<p>{escape(self.caption)}</p>"
 
 
 class Result(ABC):
@@ -96,6 +111,9 @@ class Result(ABC):
     def __str__(self) -> str:
         return str(self.table())
 
+    def __rich__(self) -> FittedTable:
+        return self.table()
+
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()
 
@@ -118,6 +136,21 @@ class Result(ABC):
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read what `save` wrote."""
         return read_json(path, cls.FORMAT, cls.from_dict)
+
+
+def short(x: float, like: float | None = None) -> str:
+    """Two or three significant digits; as many decimals as `like` has."""
+    size = abs(x if like is None else like)
+    if not math.isfinite(size) or (0 < size < 0.01 and like is None):
+        return f"{x:.2g}"
+    return f"{x:.{3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0}f}"
+
+
+def _broken(name: str, width: int) -> list[str]:
+    """A heading in lines of this width if possible, broken after an underscore or at a space."""
+    pieces = re.sub(r"_(?=\w)", "_ ", re.sub(" (?=[↑↓])", "\xa0", name))
+    lines = wrap(pieces, max([width, *map(cell_len, pieces.split(" "))]), break_long_words=False)
+    return [line.replace("_ ", "_").replace("\xa0", " ") for line in lines]
 
 
 def data_frame(rows: list[dict[str, Any]]) -> DataFrame:
