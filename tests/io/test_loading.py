@@ -116,6 +116,43 @@ def test_a_gguf_file_is_not_promised_to_be_saved(tmp_path: Path) -> None:
         refuse_unsavable(f"hf:{tmp_path}", tmp_path / "out")
 
 
+def test_a_function_of_ones_own_gives_a_model_and_its_batches(tmp_path: Path, monkeypatch) -> None:
+    source = """
+import torch, acutance as ac
+def model(): return ac.models.ViT(image_size=8, patch_size=4, in_chans=1, dim=12, depth=1, heads=2, num_classes=2)
+def both(): return model(), [(torch.zeros(2, 1, 8, 8), torch.zeros(2)), torch.ones(1, 1, 8, 8)]
+def neither(): return "a model"
+"""
+    (tmp_path / "own_models.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    loaded = load_model("module:own_models.both", dtype="float64")
+    batches = batches_for(loaded)
+    assert [len(loaded.model(batch)) for batch in batches] == [2, 1], "in the model's dtype, and without labels"
+    assert batches.description == "2 batches of module:own_models.both"
+    for name, options, message in [
+        ("both", {"limit": 3}, "makes its own batches: leave out --limit"),
+        ("model", {}, r"say what it shall read with \(model, batches\) from it"),
+        ("neither", {}, r"must return a model, or \(model, batches\), not a str"),
+        ("nobody", {}, "cannot be imported: module 'own_models' has no attribute 'nobody'; write module:file.function"),
+    ]:
+        with pytest.raises(AcutanceError, match=message):
+            batches_for(load_model(f"module:own_models.{name}"), **options)
+    with pytest.raises(AcutanceError, match=r"module:nowhere\.at_all cannot be imported"):
+        load_model("module:nowhere.at_all")
+
+
+def test_files_of_torch_save_are_told_what_they_are(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    for content, message in [
+        (model.state_dict(), r"is a state dict of torch\.save, .* write a function .* module:path\.to\.make_model"),
+        (model, r"holds an object of the class torch\.nn\.modules\.linear\.Linear, .* module:path\.to\.make_model"),
+        ([1], "is a list of torch.save"),
+    ]:
+        torch.save(content, tmp_path / "weights.pt")
+        with pytest.raises(AcutanceError, match=message):
+            load_model(str(tmp_path / "weights.pt"))
+
+
 def test_weights_that_were_not_there_are_not_silently_random(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

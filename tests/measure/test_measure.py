@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import acutance as ac
 from acutance import sites
-from acutance.errors import AcutanceError, NonFiniteError
+from acutance.errors import AcutanceError, AcutanceWarning, NonFiniteError
 from acutance.measure.reader import available_metrics
 from acutance.models import ViT
 from sites.tiny_models import left_alone
+from tiny_folders import tiny
 
 measure = partial(ac.measure, progress=False)
 
@@ -143,10 +144,68 @@ def test_errors_say_what_to_do(model: ViT, images: torch.Tensor, arguments: dict
         measure(**{"model": model, "batches": [images], **arguments})
 
 
-@pytest.mark.parametrize("verb", [ac.measure, ac.explain, ac.mitigate])
-def test_a_name_is_no_model(verb) -> None:
-    with pytest.raises(AcutanceError, match=r"torch\.nn\.Module, not 'gpt2': load it first"):
-        verb("gpt2", [torch.zeros(1)])
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("gpt2", r"torch\.nn\.Module, not 'gpt2': load it first"),
+        ([torch.zeros(1)], "not a list: the model comes first"),
+        ({"weight": torch.zeros(1)}, "if it is a state dict, build the model"),
+        (ViT, "not the class ViT: pass an instance"),
+        (small_vit(depth=1).to("meta"), "of ViT is on the meta device"),
+    ],
+)
+@pytest.mark.parametrize("verb", [ac.measure, ac.explain])
+def test_what_is_no_model_is_told_what_to_pass(verb, model, message) -> None:
+    with pytest.raises(AcutanceError, match=message):
+        verb(model, [torch.zeros(1)])
+
+
+IDS = torch.arange(20).view(2, 10)
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([IDS.numpy()], r"ndarray: make a tensor of it, torch\.from_numpy"),
+        (IDS.numpy(), r"ndarray: make a tensor of it"),
+        ([{"input_ids": IDS.numpy()}], "dict of ndarray: make a tensor of it"),
+        (["some text"], "str: tokenise it first"),
+        ("some text", "str: tokenise it first"),
+        ([{"text": ["some text"]}], "dict of str: tokenise it first"),
+        ([IDS.tolist()], r"list of int: make a tensor of the ids"),
+        (IDS[0].tolist(), r"int: make a tensor of the ids"),
+        ([{"input_ids": IDS.tolist()}], r"dict of int: make a tensor of the ids"),
+        ([IDS[0]], r"input_ids \(10,\) have no axis of samples: pass input_ids\[None\]"),
+        ([{"tokens": IDS}], "BertModel takes no tokens: it takes input_ids, attention_mask"),
+        ([{"input_ids": IDS.float()}], r"input_ids are torch\.float32.*pass input_ids\.long"),
+        ([IDS + 5], "input_ids run from 5 to 24, BertModel has tokens 0 to 19: use the model's own tokenizer"),
+        ([IDS - 1], "from -1 to 18"),
+        ([IDS.to("meta")], "a batch is on the meta device"),
+        ([IDS.repeat(1, 60)], r"weights are float32 on cpu, does not run on \(2, 600\) int64: The expanded size"),
+        (3, "a list or a DataLoader of tensors or mappings, not a int"),
+        (small_vit(), "a list or a DataLoader of tensors or mappings, not a ViT"),
+        (None, "no batches: pass at least one"),
+    ],
+)
+def test_batches_that_cannot_be_fed_are_told_what_to_pass(batches, message) -> None:
+    bert = tiny("bert", vocab_size=20)
+    with left_alone(bert), pytest.raises(AcutanceError, match=message) as caught:
+        measure(bert, batches)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_of_mixed_dtypes_says_so(model: ViT, images: torch.Tensor) -> None:
+    model.blocks[1].half()
+    with pytest.raises(AcutanceError, match=r"ViT, whose weights are float32 on cpu, float16 on cpu, does not run on"):
+        measure(model, [images])
+
+
+def test_samples_of_one_token_are_warned_of_once() -> None:
+    bert, mask = tiny("bert", vocab_size=20), torch.tensor([[1, 0], [0, 1]])
+    for batches in ([IDS[:, :1]] * 2, [{"input_ids": IDS[:, :2], "attention_mask": mask}]):
+        with pytest.warns(AcutanceWarning, match="samples of one token") as caught:
+            measure(bert, batches)
+        assert len(caught) == 1
 
 
 def test_memory_does_not_grow_with_the_number_of_batches(model: ViT, images: torch.Tensor) -> None:

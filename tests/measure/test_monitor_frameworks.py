@@ -1,3 +1,4 @@
+import re
 import sys
 import warnings
 
@@ -12,7 +13,7 @@ from acutance.measure.monitor import History
 
 
 class Lightning:
-    callback, mixed, autocast_seen = ac.Monitor.for_lightning, {"precision": "bf16-mixed"}, None
+    mixed, autocast_seen = {"precision": "bf16-mixed"}, None
 
     def __init__(self):
         self.library = pytest.importorskip("lightning.pytorch")
@@ -46,7 +47,7 @@ class Lightning:
 class Trainer:
     """Accelerate puts autocast into the forward."""
 
-    callback, mixed, autocast_seen = ac.Monitor.for_trainer, {"bf16": True}, "bfloat16"
+    mixed, autocast_seen = {"bf16": True}, "bfloat16"
 
     def __init__(self):
         pytest.importorskip("accelerate", reason="Trainer needs accelerate")
@@ -68,40 +69,50 @@ def framework(request):
     return request.param()
 
 
-def watched(framework, net, **options):
-    monitor = ac.Monitor(net, probe(), **{"every": 3, "metrics": "all", **options})
-    return monitor, type(framework).callback(monitor)
+def watched(net, **options):
+    return ac.Monitor(net, probe(), **{"every": 3, "metrics": "all", **options})
 
 
-def test_training_gives_the_same_bits_with_and_without(framework, tmp_path):
+def test_training_gives_the_same_bits_with_and_without(framework, tmp_path, capsys):
     expected = framework.fit(tmp_path, build(), **framework.mixed)
     net = build()
-    monitor, callback = watched(framework, net)
-    assert_same(framework.fit(tmp_path, net, callback, **framework.mixed), expected)
+    monitor = watched(net)
+    assert_same(framework.fit(tmp_path, net, monitor, **framework.mixed), expected)
+    assert re.search("From step 0 to 7 training .* after layer 2: token_cosine .* → .*[.]", capsys.readouterr().err)
     assert list(monitor.history) == [0, 3, 6, 7], "optimiser steps, not batches; the first and the last too"
     assert {profile.context["autocast"] for profile in monitor.history.values()} == {framework.autocast_seen}
 
 
 def test_a_resumed_training_continues_the_file(framework, tmp_path):
     path, net = tmp_path / "monitor.jsonl", build()
-    framework.fit(tmp_path, net, watched(framework, net, jsonl=path)[1], steps=6, save_at=4)
+    framework.fit(tmp_path, net, watched(net, jsonl=path), steps=6, save_at=4)
     before, net = list(History.load(path)), build()
-    monitor, callback = watched(framework, net, jsonl=path)
+    monitor = watched(net, jsonl=path)
     assert list(monitor.history) == before
-    framework.fit(tmp_path, net, callback, resume=4, steps=9)
+    framework.fit(tmp_path, net, monitor, resume=4, steps=9)
     assert list(monitor.history) == [0, 3, 4, 6, 9]
     assert dict(History.load(path)) == dict(monitor.history)
 
 
 def test_another_model_than_the_one_watched_is_refused(framework, tmp_path):
     with pytest.raises(AcutanceError, match="give both the same object"):
-        framework.fit(tmp_path, build(), watched(framework, build())[1])
+        framework.fit(tmp_path, build(), watched(build()))
+
+
+def test_one_monitor_serves_both_libraries_and_the_older_names(tmp_path):
+    net = build()
+    monitor = watched(net, metrics="token_cosine")
+    Trainer().fit(tmp_path, net, monitor, steps=3)
+    Lightning().fit(tmp_path, net, monitor, steps=3)
+    assert monitor.for_trainer() is monitor.for_lightning() is monitor
+    assert list(monitor.history) == [0, 3]
+    with pytest.raises(AttributeError, match="no attribute 'beginning'"):
+        monitor.beginning()
 
 
 @pytest.mark.parametrize(
     ("library", "use", "remedy"),
     [
-        ("transformers", ac.Monitor.for_trainer, r"acutance\[hf\]"),
         ("lightning.pytorch", ac.Monitor.for_lightning, "lightning"),
         (
             "torch.utils.tensorboard.writer",

@@ -21,6 +21,7 @@ def option(help: str, *names: str, **more: Any) -> Any:
 
 
 _MODEL = "hf: and a model on the Hugging Face Hub, a folder or a GGUF file; timm: and a pretrained model or a folder; "
+_MODEL += "module: and a function of your own that returns a model, or (model, batches); "
 _MODEL += "a checkpoint written by Acutance (model.safetensors), or the folder of a run."
 Model = Annotated[str, typer.Argument(help=_MODEL)]
 DataDir = Annotated[Path | None, option("Where the data is now, if not where it was.")]
@@ -87,7 +88,8 @@ class DataOptions:
         if name in loaded.data:
             return loaded.data[name](data_dir=self.data_dir, **how)
         options = {"--text FILE": loaded.tokenizer, "--images DIR": loaded.preprocess}
-        wanted = " or ".join(option for option, reads in options.items() if reads) or "ac.measure(model, batches)"
+        other = "(model, batches) from it" if loaded.name.startswith("module:") else "ac.measure(model, batches)"
+        wanted = " or ".join(option for option, reads in options.items() if reads) or other
         raise AcutanceError(f"{loaded.name} does not take the embedded digits: say what it shall read with {wanted}")
 
 

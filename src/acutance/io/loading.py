@@ -1,5 +1,6 @@
 """Models by name, as the command line takes them: of transformers, of timm, and checkpoints and runs of our own."""
 
+import importlib
 import importlib.util
 import re
 import sys
@@ -17,8 +18,9 @@ import torch
 from torch import nn
 
 from acutance.errors import AcutanceError, MissingExtraError, first_line, import_extra, warn
-from acutance.io.inputs import LoadedModel, centre_crop
+from acutance.io.inputs import Batches, LoadedModel, centre_crop, of_dtype
 from acutance.io.saving import listed, load
+from acutance.measure.samples import fed_of, refuse_single
 from acutance.models import LanguageModel
 from acutance.sites.transformers import notes_of
 
@@ -33,7 +35,8 @@ def load_model(
     """A pretrained model and what is needed to feed it, on a device; weights stay as they are stored without `dtype`.
 
     The name is `hf:` and a model on the Hugging Face Hub, a folder or a GGUF file; `timm:` and a pretrained model's
-    name or a folder; or the path of a checkpoint or run of our own. With `head` a model of `hf:` is the whole that its
+    name or a folder; `module:` and the path of a function of your own that returns a model, or (model, batches); or the
+    path of a checkpoint or run of our own. With `head` a model of `hf:` is the whole that its
     checkpoint was saved from (for generating, training, saving again) instead of the bare backbone, which is all that
     measuring needs and cheaper to run. Others are always whole.
     """
@@ -43,6 +46,8 @@ def load_model(
         raise AcutanceError(f"{name!r} names no model: write hf:NAME, timm:NAME or the path of a checkpoint or run")
     if name.startswith("hf:"):
         loaded = _transformers(name, head)
+    elif name.startswith("module:"):
+        loaded = _module(name)
     else:
         loaded = _timm(name) if name.startswith("timm:") else _own(Path(name))
     loaded.model.to(device=device, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype)
@@ -79,6 +84,31 @@ def _own(path: Path) -> LoadedModel:
     data = {name: own for plugin in plugins for name, own in plugin.data_of(path, model).items()}
     # A language model's words are a corpus's, which the file does not have: it reads its run's data alone.
     return LoadedModel(str(path), model, preprocess=None if isinstance(model, LanguageModel) else preprocess, data=data)
+
+
+def _module(name: str) -> LoadedModel:
+    """What the user's own function returns: a model, or a model and its batches, which are kept in memory."""
+    path, _, function = name.removeprefix("module:").replace(":", ".").rpartition(".")
+    with patch.object(sys, "path", [str(Path.cwd()), *sys.path]):  # an installed command does not look there
+        try:
+            make = getattr(importlib.import_module(path), function)
+        except (ImportError, AttributeError, ValueError) as error:
+            advice = "write module:file.function, of a file in this folder or an installed module"
+            raise AcutanceError(f"{name} cannot be imported: {first_line(error)}; {advice}") from error
+        made = make()
+    model, batches = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise AcutanceError(f"{name} must return a model, or (model, batches), not a {type(model).__name__}")
+
+    def own(*, limit: int | None = None, batch: int | None = None, data_dir: object = None) -> Batches:
+        if (limit, batch, data_dir) != (None, None, None):
+            raise AcutanceError(f"{name} makes its own batches: leave out --limit, --batch and --data-dir")
+        refuse_single(batches)
+        dtype = next(model.parameters()).dtype
+        given = list(batches or ())
+        return Batches(given, 1, f"{len(given)} batches of {name}", lambda one: of_dtype(fed_of(one[0]), dtype))
+
+    return LoadedModel(name, model, data={} if batches is None else {"own": own})
 
 
 def _transformers(name: str, head: bool) -> LoadedModel:

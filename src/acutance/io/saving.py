@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,10 +23,12 @@ from acutance.models import BlockStack, LanguageModel, Segmenter, ViT
 from acutance.sites.mitigate import reinstate
 from acutance.sites.transformers import is_pretrained, note, notes_of
 
+PICKLES = (".bin", ".ckpt", ".pt", ".pth")
 PathLike = str | os.PathLike[str]
 OWN: dict[str, Any] = {kind.__name__: kind for kind in (ViT, LanguageModel, Segmenter)}
 CONFIG_KEY = "acutance.config"  # in the safetensors metadata
 CLASS_KEY = "acutance.model"  # a ViT where it is missing, as in the first files
+MODULE = "a function that builds and loads it, and give that as module:path.to.make_model"
 RECORD_KEY = "acutance.mitigations"  # of other models; transformers' config.json has it too
 UNEXPECTED = "_keys_to_ignore_on_load_unexpected"  # where a class of transformers lists them
 
@@ -77,6 +80,8 @@ def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
     if (where / "config.json").is_file():
         return _load_folder(where, model)
     where = where / "model.safetensors" if where.is_dir() else where  # of a run, or of `acutance mitigate --out`
+    if where.suffix in PICKLES and where.is_file():
+        raise AcutanceError(_pickled(where))
     with _reading(where), safe_open(str(where), framework="pt") as opened:
         metadata = opened.metadata() or {}
         config, record = (json.loads(metadata.get(key, "{}")) for key in (CONFIG_KEY, RECORD_KEY))
@@ -91,12 +96,26 @@ def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
         _refuse_misfit(str(where), shapes, outline)
         model = type(outline)(**config)
     else:
-        raise AcutanceError(f"{where} names no model: pass it as model=, or use acutance.io.load_checkpoint")
+        raise AcutanceError(f"{where} names no model: pass it as model=, or write {MODULE}")
     try:
         load_model(model, where)
     except (RuntimeError, SafetensorError) as error:
         raise AcutanceError(f"{where} does not fit this {type(model).__name__}: {error}") from error
     return model
+
+
+def _pickled(file: Path) -> str:
+    """What is in a file of `torch.save`, found without running it, and how to read its model."""
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        kind = re.search(r"GLOBAL (\S+)", str(error))
+        named = f"an object of the class {kind[1]}" if kind else "more than tensors"
+        return f"{file} holds {named}, and unpickling it could run code: save its state dict, and write {MODULE}"
+    except Exception as error:  # whatever a damaged file provokes
+        return f"{file} cannot be read as weights: {first_line(error)}"
+    what = "a state dict" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+    return f"{file} is {what} of torch.save, which does not say how to build its model: write {MODULE}"
 
 
 def _outline(name: str, options: Mapping[str, Any], tensors: int, where: Path) -> nn.Module:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -9,18 +10,20 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 from acutance import distributed, sites
 from acutance.errors import AcutanceError, NonFiniteError, import_extra, warn
 from acutance.files.atomic import append_line, read_lines
 from acutance.measure import measure
+from acutance.measure.headline import direction, main_curve
 from acutance.measure.profile import Profile
 from acutance.measure.reader import MetricReader
 from acutance.measure.samples import arguments_of, fed_of
 from acutance.measure.walk import map_tensors, walk
 from acutance.report.pictures import Figure, plot_steps
-from acutance.report.tables import DataFrame, data_frame
+from acutance.report.tables import DataFrame, data_frame, short
 from acutance.sites.structure import bare_module
 
 if TYPE_CHECKING:
@@ -33,10 +36,10 @@ INTERVAL = 200  # 2 % of training time if a reading takes as long as four steps:
 class Monitor:
     """Records smoothing metrics of a fixed probe batch every so many optimiser steps.
 
-    In a plain loop call `step()` after `optimiser.step()`; `for_trainer()` and `for_lightning()` are callbacks for
-    Hugging Face's Trainer and for Lightning. Gradients, buffers, training modes and random states are left as they
-    were, so training gives the same weights bit for bit. In a distributed run every rank calls it and rank 0 writes.
-    `tap`, `prefix` and `part` say what is read, as in `measure`.
+    In a plain loop call `step()` after `optimiser.step()`. Hugging Face's Trainer and Lightning take the monitor
+    itself: `callbacks=[monitor]`. Printed, it says in a sentence what training did. Gradients, buffers, training modes
+    and random states are left as they were, so training gives the same weights bit for bit. In a distributed run every
+    rank calls it and rank 0 writes. `tap`, `prefix` and `part` say what is read, as in `measure`.
 
     Args:
         model: the model being trained; wrappers such as DDP are removed.
@@ -110,23 +113,47 @@ class Monitor:
         """Every metric over the training steps, a curve per layer, as a matplotlib figure."""
         return self.history.plot()
 
-    def for_trainer(self) -> Any:
-        """A `TrainerCallback` for Hugging Face's Trainer: reads at the start, every so many steps, and at the end."""
-        return _callback(
-            import_extra("transformers", "for_trainer needs: pip install 'acutance[hf]' accelerate").TrainerCallback,
-            on_train_begin=lambda _args, state, _control, **given: self._start(given["model"], state.global_step),
-            # The last step is read here: on_train_end may come after the best weights were restored.
-            on_step_end=lambda _args, state, _control, **_: self.step(state.global_step, last=state.max_steps),
-        )
+    def for_trainer(self) -> Self:
+        """The monitor itself, for the `callbacks` of Hugging Face's Trainer."""
+        return self
 
-    def for_lightning(self) -> Any:
-        """A `Callback` for Lightning's Trainer, likewise; its `global_step` counts the steps of all optimisers."""
-        return _callback(
-            import_extra("lightning.pytorch", "for_lightning needs lightning: pip install lightning").Callback,
-            on_train_start=lambda trainer, module: self._start(module, trainer.global_step),
-            on_train_batch_end=lambda trainer, *_: self.step(trainer.global_step),
-            on_train_end=lambda trainer, _: self.finish(trainer.global_step),
-        )
+    def for_lightning(self) -> Self:
+        """The monitor itself, for the `callbacks` of Lightning's Trainer: also if it was made before the import."""
+        import_extra("lightning.pytorch", "for_lightning needs lightning: pip install lightning")
+        self.__class__ = _callback(type(self))
+        return self
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        return object.__new__(_callback(cls))
+
+    def __getattr__(self, event: str) -> Any:
+        """Events of Hugging Face's Trainer, which duck-types its callbacks, that are not watched."""
+        if event.startswith("on_"):
+            return lambda *_, **__: None
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {event!r}")
+
+    def on_train_begin(self, _arguments: Any, state: Any, _control: Any, **given: Any) -> None:
+        self._start(given["model"], state.global_step)
+
+    def on_step_end(self, _arguments: Any, state: Any, _control: Any, **_: Any) -> None:
+        # The last step is read here: on_train_end may come after the best weights were restored.
+        self.step(state.global_step, last=state.max_steps)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:  # of Lightning, whose steps are of all optimisers
+        self._start(module, trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.step(trainer.global_step)
+
+    def on_train_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        """The end for both; only Lightning's trainer has a count of steps."""
+        if hasattr(trainer, "global_step"):
+            self.finish(trainer.global_step)
+        if distributed.rank_and_world_size()[0] == 0:
+            Console(stderr=True).print(str(self), highlight=False, soft_wrap=True)
+
+    def __str__(self) -> str:
+        return f"Monitor: {self.history.headline or 'nothing was recorded yet'}"
 
     def _start(self, trained: nn.Module, step: int) -> None:
         if not any(module is self.model for module in trained.modules()):
@@ -157,6 +184,20 @@ class History(dict[int, Profile]):
     def __repr__(self) -> str:
         return f"History(steps {', '.join(map(str, self))})" if self else "History(empty)"
 
+    @property
+    def headline(self) -> str:
+        """What training did to the last layer, in a sentence; empty before two steps are recorded."""
+        curves = [main_curve(profile) for profile in self.values()]
+        if len(curves) < 2 or not (curves[0] and curves[-1]):
+            return ""
+        (before, after), steps = (curve[-1] for curve in (curves[0], curves[-1])), list(self)
+        change = direction(after.mean - before.mean, after.metric, before.mean, after.mean)
+        words = ("left the tokens about as alike", "made the tokens more alike", "moved the tokens apart")[change]
+        return (
+            f"From step {steps[0]} to {steps[-1]} training {words} after layer {after.layer}: "
+            f"{after.metric} {short(before.mean)} → {short(after.mean)}."
+        )
+
     def add(self, step: int, profile: Profile) -> None:
         """Add a profile, and drop those of this step and later: a run resumed from an earlier step replaces them."""
         for later in [known for known in self if known >= step]:
@@ -182,8 +223,12 @@ class History(dict[int, Profile]):
         return history
 
 
-def _callback(base: type, **events: Callable[..., None]) -> Any:
-    return type("MonitorCallback", (base,), {name: staticmethod(event) for name, event in events.items()})()
+def _callback(kind: type[Any]) -> type[Any]:
+    """The class, or one that is also a callback of Lightning's if that is loaded, which asks its callbacks for that."""
+    loaded = (sys.modules.get(name) for name in ("lightning.pytorch", "pytorch_lightning"))
+    bases = [library.Callback for library in loaded if hasattr(library, "Callback")]
+    bases = [base for base in bases if not issubclass(kind, base)]
+    return type(kind.__name__, (kind, *bases), {}) if bases else kind
 
 
 def _tensorboard_writer(target: "str | os.PathLike[str] | SummaryWriter") -> Callable[[int, Profile], None]:

@@ -111,6 +111,7 @@ class MetricReader(Visitor):
         self.samples, self.out = TokenLayout(), PendingValues()
         self.pending: deque[PendingValues] = deque()
         self.moments: dict[Key, list[Moments]] = {}  # of each batch
+        self.counted = False  # whether the first batch's tokens were
 
     def begin(self, batch: Batch) -> None:
         self.samples, self.counts = batch.samples(self.prefix), batch.counts
@@ -133,7 +134,10 @@ class MetricReader(Visitor):
         kind = tokens.device.type
         on = torch.is_autocast_enabled(kind)
         self.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if on else None
-        packed_in = self.samples.documents
+        packed_in, mask = self.samples.documents, self.samples.mask
+        if not self.counted and (tokens.shape[1] == 1 if mask is None else bool((mask.sum(1) < 2).all())):
+            warn("samples of one token: token metrics compare the tokens of a sample, so they say nothing here")
+        self.counted = True
         self.out.samples = len(tokens if packed_in is None else packed_in.rows)  # attention may have windows as rows
         if "block" in self.taps:
             self.tokens("block", 0, tokens)

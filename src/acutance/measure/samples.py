@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from inspect import signature
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -195,19 +197,64 @@ class TokenLayout:
 
 
 def refuse_single(batches: object) -> None:
-    """Refuse a batch in place of batches: its rows or names would be read as batches."""
+    """Refuse what is no series of batches; the rows or names of one batch would be read as batches."""
+    kind = type(batches).__name__
     if isinstance(batches, (Tensor, Mapping)):
-        raise AcutanceError(f"a {type(batches).__name__} in place of batches: write [batch], or pass a DataLoader")
+        raise AcutanceError(f"a {kind} in place of batches: write [batch], or pass a DataLoader")
+    if isinstance(batches, (str, np.ndarray)):
+        fed_of(batches)
+    is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    if batches is not None and (isinstance(batches, nn.Module) or not is_iterable):
+        raise AcutanceError(f"batches are a list or a DataLoader of tensors or mappings, not a {kind}")
 
 
 def fed_of(batch: Any) -> Fed:
     """What a batch of any accepted form feeds."""
-    if isinstance(batch, Mapping):
-        return batch
-    fed = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-    if not isinstance(fed, Tensor):
-        raise AcutanceError(f"a batch must be a tensor, a (tensor, …) tuple or a mapping, not {type(fed).__name__}")
-    return fed
+    fed = batch[0] if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor) else batch
+    flat = arguments_of(fed)
+    tensors = [x for one in flat for x in (one if isinstance(one, (tuple, list)) else [one]) if isinstance(x, Tensor)]
+    if any(x.is_meta for x in tensors):
+        raise AcutanceError("a batch is on the meta device, without values: make it on the CPU")
+    is_fed = isinstance(fed, Tensor) or (isinstance(fed, Mapping) and bool(tensors))
+    if is_fed and not any(isinstance(x, np.ndarray) for x in flat):
+        return fed  # type: ignore[no-any-return]
+    inside = flat[0] if isinstance(fed, Mapping) and flat else fed
+    while isinstance(inside, (list, tuple)) and inside:
+        inside = inside[0]
+    advice = {
+        str: "tokenise it first, with tokenizer(texts, return_tensors='pt')",
+        int: "make a tensor of the ids, torch.tensor([ids])",
+        np.ndarray: "make a tensor of it, torch.from_numpy(array)",
+    }
+    found = next((kind for kind in advice if any(isinstance(x, kind) for x in (inside, *flat))), None)
+    told = f" of {type(inside).__name__}" if inside is not fed else ""
+    what = f"a batch must be a tensor, a (tensor, …) tuple or a mapping of tensors, not {type(fed).__name__}{told}"
+    raise AcutanceError(what if found is None else f"{what}: {advice[found]}")
+
+
+def refuse_misfit(model: nn.Module, fed: Fed) -> None:
+    """Refuse names that a model does not take, and ids that are none of its tokens."""
+    takes = signature(model.forward).parameters.values()
+    names = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    given = {name: x for name, x in fed.items() if name != SPECIAL} if isinstance(fed, Mapping) else {}
+    unknown = [str(name) for name in given if name not in names]
+    others = any(one.kind == one.VAR_KEYWORD for one in takes)
+    if unknown and names and (not others or len(unknown) == len(given)):
+        raise AcutanceError(f"{type(model).__name__} takes no {', '.join(unknown)}: it takes {', '.join(names[:6])}")
+    ids = given.get("input_ids") if given else fed if names[:1] == ["input_ids"] else None
+    if not isinstance(ids, Tensor):
+        return
+    if ids.is_floating_point():
+        raise AcutanceError(f"input_ids are {ids.dtype}, but they number tokens: pass input_ids.long()")
+    if ids.ndim == 1:
+        raise ShapeError(f"input_ids {tuple(ids.shape)} have no axis of samples: pass input_ids[None]")
+    if ids.numel() == 0 or ids.device.type != "cpu":
+        return
+    with suppress(AttributeError, NotImplementedError):  # where it is not told which module embeds them
+        (low, high), known = map(int, ids.aminmax()), model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        if not 0 <= low <= high < known:
+            found = f"input_ids run from {low} to {high}, {type(model).__name__} has tokens 0 to {known - 1}"
+            raise AcutanceError(f"{found}: use the model's own tokenizer")
 
 
 def arguments_of(fed: Any) -> list[Any]:

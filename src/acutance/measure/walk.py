@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from acutance import distributed as processes
 from acutance import sites
 from acutance.attention import AttentionCall
-from acutance.errors import AcutanceError
-from acutance.measure.samples import SPECIAL, Fed, TokenLayout, fed_of, possible_rows, refuse_single
-from acutance.sites.structure import bare_module, evaluating, is_sharded
+from acutance.errors import AcutanceError, first_line
+from acutance.measure.samples import SPECIAL, Fed, TokenLayout, fed_of, possible_rows, refuse_misfit, refuse_single
+from acutance.sites.structure import bare_module, evaluating, is_sharded, refuse_meta
 from acutance.version import __version__
 
 EVERY = range(sys.maxsize)  # layer
@@ -79,7 +79,9 @@ def walk(
     Model, batches, part and across_processes are as in `measure`; progress is the title of a progress bar.
     """
     refuse_single(batches)
+    batches = () if batches is None else batches
     bare = bare_module(model)  # a compiled model would not see hooks added now
+    refuse_meta(bare)
     target = sites.part_of(bare, part)
     with evaluating(bare), sites.cached_lookup(), sites.reading(target), ExitStack() as stack:
         set_hooks(target, visitors, stack)
@@ -99,9 +101,26 @@ def walk(
                     with suppress(AcutanceError):  # another reads this attention and checks it, or nobody can
                         for site in {type(site): site for site, _ in sites.readable_layers(target)[::-1]}.values():
                             around.enter_context(site.observe(packed.refuse_mixing))
-                feed(bare, batch.fed)
+                refuse_misfit(bare, batch.fed)
+                try:
+                    feed(bare, batch.fed)
+                except (AcutanceError, torch.OutOfMemoryError):
+                    raise
+                except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                    raise AcutanceError(_failure(bare, batch.fed, error)) from error
             for visitor in visitors:
                 visitor.end()
+
+
+def _failure(model: nn.Module, fed: Fed, error: Exception) -> str:
+    """Why a batch did not go through, with what most often is the reason: shapes, dtypes and devices."""
+    given = {"": fed} if isinstance(fed, Tensor) else fed
+    tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+    shown = [f"{name} {tuple(x.shape)} {x.dtype}".strip() for name, x in tensors.items()]
+    weights = dict.fromkeys(f"{p.dtype} on {p.device}" for p in model.parameters())
+    text = f"{type(model).__name__}, whose weights are {', '.join(weights)}, does not run on {', '.join(shown)}"
+    call = "model(batch)" if isinstance(fed, Tensor) else "model(**batch)"
+    return f"{text.replace('torch.', '')}: {first_line(error)}. Pass batches that {call} takes"
 
 
 def set_hooks(model: nn.Module, visitors: Iterable[Visitor], stack: ExitStack) -> None:

@@ -329,10 +329,25 @@ def refuse_other_rows(where: str, tokens: Tensor, rows: Container[int], of_grids
 
 
 def check_model(model: object) -> None:
-    """Refuse what is not a module, such as the name of a model."""
-    if not isinstance(model, nn.Module):
-        load = "acutance.io.loading.load_model('hf:owner/model').model"
-        raise AcutanceError(f"a model is a torch.nn.Module, not {model!r}: load it first, for example by {load}")
+    """Refuse what is not a module, such as the name of a model, its class or its state dict."""
+    if isinstance(model, nn.Module):
+        return
+    found, advice = f"a {type(model).__name__}", "the model comes first, as in measure(model, batches)"
+    if isinstance(model, str):
+        found = repr(model)
+        advice = "load it first, for example by acutance.io.loading.load_model('hf:owner/model').model"
+    elif isinstance(model, type):
+        found, advice = f"the class {model.__name__}", "pass an instance of it"
+    elif isinstance(model, Mapping):
+        advice = "if it is a state dict, build the model, give it to model.load_state_dict(…), and pass the model"
+    raise AcutanceError(f"a model is a torch.nn.Module, not {found}: {advice}")
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Refuse a model without values; Accelerate keeps some of those it dispatches elsewhere."""
+    empty = next((name for name, x in model.named_parameters() if x.is_meta), None)
+    if empty is not None and not hasattr(model, "hf_device_map"):
+        raise AcutanceError(f"{empty} of {type(model).__name__} is on the meta device, without values: load it first")
 
 
 def bare_module(model: nn.Module) -> nn.Module:
@@ -354,7 +369,8 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def refuse_sharded(model: nn.Module, reader: str) -> None:
-    """Refuse a model whose weights FSDP has split: the reader needs them whole."""
+    """Refuse a model without values, or whose weights FSDP has split: the reader needs them whole."""
+    refuse_meta(model)
     if is_sharded(model):
         raise AcutanceError(
             f"{reader} reads the weights, of which FSDP leaves each process a part: give it the model before it is "
