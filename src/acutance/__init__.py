@@ -17,6 +17,7 @@ from acutance.version import __version__
 if TYPE_CHECKING:
     from acutance import io, metrics, models, sites
     from acutance.attention.operator import AttentionOperator
+    from acutance.diagnose.compare import compare
     from acutance.explain import Spectrum, explain, spectral_theory, steer, theory
     from acutance.explain.steer import fold
     from acutance.io import load, save
@@ -30,16 +31,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AcutanceError", "AcutanceWarning", "AttentionOperator", "AttnScale", "Eigen", "FeatScale", "Mitigation", "Monitor",
-    "NeuTRENO", "Profile", "Spectrum", "__version__", "attention_maps", "explain", "fold", "io", "laboratory", "load",
-    "measure", "metrics", "mitigate", "models", "penalty", "save", "sites", "spectral_theory", "steer", "theory",
+    "NeuTRENO", "Profile", "Spectrum", "__version__", "attention_maps", "compare", "explain", "fold", "io",
+    "laboratory", "load", "measure", "metrics", "mitigate", "models", "penalty", "save", "sites", "spectral_theory",
+    "steer", "theory",
 ]  # fmt: skip
 
 _HOMES = [  # torch is imported when one of these is first used, not before
-    "attention.operator:AttentionOperator", "explain.steer:fold", "explain:Spectrum", "explain:explain", "io:load",
-    "io:save", "measure.maps:attention_maps", "measure.monitor:Monitor", "measure.penalty:penalty",
-    "measure.profile:Profile",
-    "mitigations:AttnScale", "mitigations:Eigen", "mitigations:FeatScale", "mitigations:Mitigation",
-    "mitigations:NeuTRENO", "sites.mitigate:mitigate",
+    "attention.operator:AttentionOperator", "diagnose.compare:compare", "explain.steer:fold", "explain:Spectrum",
+    "explain:explain", "io:load", "io:save", "measure.maps:attention_maps", "measure.monitor:Monitor",
+    "measure.penalty:penalty", "measure.profile:Profile", "mitigations:AttnScale", "mitigations:Eigen",
+    "mitigations:FeatScale", "mitigations:Mitigation", "mitigations:NeuTRENO", "sites.mitigate:mitigate",
 ]  # fmt: skip
 
 

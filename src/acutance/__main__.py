@@ -11,7 +11,8 @@ from rich.markup import escape
 from acutance.cli.options import console
 from acutance.cli.verbs import explain, measure, mitigate
 from acutance.errors import AcutanceError
-from acutance.lab.commands import bench, compare, demo, evaluate, reproduce, robustness, studies, train
+from acutance.lab.commands import bench, demo, evaluate, reproduce, robustness, studies, train
+from acutance.lab.comparing import compare
 from acutance.report.tables import WIDTH
 from acutance.version import __version__
 

@@ -13,6 +13,7 @@ import torch
 import acutance as ac
 from acutance import __main__ as command_line
 from acutance.explain import Spectrum
+from acutance.measure.comparison import Comparison
 from acutance.measure.profile import Profile
 from acutance.report.tables import short
 from forked import run_forked
@@ -167,12 +168,42 @@ def test_mitigate_prints_before_and_after_and_saves(plain: Path, tmp_path: Path,
     asked = ("mitigate", plain, "neutreno:0.6", "--layers", "2, 3", *SHORT, "--out", tmp_path)
     status, printed, complaint = here(*asked)
     assert status == 0, complaint
-    rows = re.findall(r"block +│ +(\d) │ +(\S+) → (\S+)", printed)
-    assert [layer for layer, _, _ in rows] == ["0", "1", "2", "3"]
+    assert f"{plain} + neutreno:0.6 in layers 2, 3" in printed.splitlines()[0]
+    rows = re.findall(r"│ +(\d) │ +([+−]\S+) ±(\S+)", printed)
+    assert [(layer, change == "+0.000") for layer, change, _ in rows] == [
+        ("0", True),
+        ("1", True),
+        ("2", False),
+        ("3", False),
+    ]
+    assert "paired over 9 samples" in printed
     assert here("measure", tmp_path, *SHORT, "--json", tmp_path / "p.json")[0] == 0
     profile = Profile.load(tmp_path / "p.json")
     assert profile.context["mitigation"] == "neutreno:0.6 in layers 2, 3"
-    assert [short(mean) for mean in profile["token_cosine"]] == [after for _, _, after in rows]
+    assert f"token_cosine {short(profile['token_cosine'][-1])} beside" in printed
+
+
+def test_compare_takes_files_and_models_and_leaves_scores_to_runs(
+    plain: Path, checkpoint: Path, tmp_path: Path, here
+) -> None:
+    assert here("measure", plain, *SHORT, "--json", tmp_path / "plain.json")[0] == 0
+    written = ("--json", tmp_path / "c.json", "--html", tmp_path / "c.html")
+    status, printed, complaint = here("compare", tmp_path / "plain.json", checkpoint, *SHORT, *written)
+    assert status == 0, complaint
+    assert printed.startswith(f"{checkpoint} + neutreno:0.6")
+    assert "paired over 9 samples" in printed
+    assert [d.layer for d in Comparison.load(tmp_path / "c.json").differences] == [0, 1, 2]
+    assert printed.splitlines()[0] in re.sub("<[^>]*>", "", (tmp_path / "c.html").read_text())
+    for arguments, message in [
+        ((plain,), "takes two or more"),
+        ((plain, checkpoint, "--split", "val"), "options on scores are for folders of runs alone"),
+        ((tmp_path, "--html", "x.html"), "--html draws what is measured"),
+        ((tmp_path,), "is no run"),
+        ((tmp_path / "c.json", plain), "give a file of a profile or of a diagnosis"),
+        (("hf:owner/model", tmp_path / "plain.json"), "say what it shall read with --text FILE"),
+    ]:
+        status, _, complaint = here("compare", *arguments)
+        assert (status, message in complaint) == (2, True), complaint
 
 
 def test_ctrl_c_leaves_no_half_written_file(tmp_path: Path) -> None:

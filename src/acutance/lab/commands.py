@@ -141,42 +141,6 @@ def evaluate(
     write(json_path, found.path(run).read_bytes())
 
 
-def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
-    split: Split = "test",
-    score: Annotated[str | None, option("Which score; by default the task's own.")] = None,
-    weights: Annotated[str | None, option("Scores of the last or the best weights.")] = None,
-    assignments: Annotated[list[str] | None, option("Scores of evaluations with this field changed.", "--set")] = None,
-    robustness: Annotated[bool, option("Compare results of `acutance robustness`.", "--robustness")] = False,
-    markdown_path: Markdown = None,
-    json_path: options.JSON = None,
-) -> None:
-    """Compare runs. Runs that differ only in their seed form a row, with mean ± standard deviation.
-
-    Each row is also compared with the first, over the seeds that both have, by an exact paired sign-flip test. Its p is
-    the share of all sign choices for the differences whose mean is at least as far from 0. All scores must have been
-    computed in the same way, which is printed: the same weights, evaluation settings and precision.
-
-    Examples: acutance compare runs/plain-seed* runs/neutreno-seed*
-
-    acutance compare runs/plain-seed* runs/neutreno-seed* --robustness
-    """
-    from acutance.lab.evaluate.compare import compare as compared
-    from acutance.lab.evaluate.compare import compare_robustness
-
-    if robustness and assignments:
-        raise AcutanceError("--robustness takes no --set: it finds tables that were measured in the same way")
-    how: dict[str, Any] = {"split": split, "score": score, "weights": weights}
-    if robustness:
-        found: list[Any] = compare_robustness(runs, **how | {"weights": weights or "last"})
-    else:
-        found = [compared(runs, settings=assignments, **how)]
-    table, bodies = "\n".join(one.to_markdown() for one in found), [one.to_dict() for one in found]
-    say(table, end="")
-    write(markdown_path, table.encode())
-    write(json_path, json.dumps(bodies if robustness else bodies[0], indent=1, ensure_ascii=False).encode())
-
-
 def robustness(
     run: Annotated[Path, typer.Argument(help="The folder of a classifier's run, made by `acutance train`.")],
     data_dir: options.DataDir = None,

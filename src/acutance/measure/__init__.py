@@ -61,4 +61,4 @@ def measure(
         about = {"autocast": reader.autocast, "taps": reader.taps, "prefix": reader.describe_prefix(bare, part)}
         context = describe(bare, part) | about
     readings = reader.readings(across_processes=across_processes)
-    return Profile(readings, context | {"samples": readings[0].count})
+    return Profile(readings, context | {"samples": readings[0].count, "digest": reader.digest})

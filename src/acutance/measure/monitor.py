@@ -5,6 +5,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -175,7 +176,8 @@ class Monitor:
         kind, low = weights.device.type, self._autocast
         with own_randomness(), torch.autocast(kind, low, enabled=low is not None, cache_enabled=False):
             profile = measure(self.model, [probe], progress=False, **self._options)
-        return Profile(profile.readings, {**profile.context, "seed": seed, "step": step})
+        readings = tuple(replace(reading, values=None) for reading in profile.readings)  # they would fill the file
+        return Profile(readings, {**profile.context, "seed": seed, "step": step})
 
 
 class History(dict[int, Profile]):

@@ -1,10 +1,11 @@
 """Profile: what was measured, layer by layer, and where it was read."""
 
 import os
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,9 @@ from acutance.measure.headline import headline_of, higher_is, main_curve
 from acutance.report.page import write_page
 from acutance.report.pictures import Figure, plot_curves
 from acutance.report.tables import FittedTable, Result, short, to_plain
+
+if TYPE_CHECKING:
+    from acutance.measure.comparison import Comparison
 
 MATRIX = "attention_matrix"  # the tap of metrics that are read from the attention operator rather than from tokens
 ARROWS = {"smoother": " ↑", "sharper": " ↓"}  # which way is smoother
@@ -28,6 +32,12 @@ class MetricValue:
     mean: float
     std: float  # over samples
     count: int  # samples
+    # Of each sample in float32, in the order read; None where there were too many to keep.
+    values: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
+
+    def row(self) -> dict[str, Any]:
+        """All but the values."""
+        return {name: getattr(self, name) for name in ("tap", "layer", "metric", "mean", "std", "count")}
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,13 @@ class Profile(Result):
         return [r.layer for r in self.select(metric, tap)]
 
     def rows(self) -> list[dict[str, Any]]:
-        return [asdict(r) for r in self.readings]
+        return [r.row() for r in self.readings]
+
+    @property
+    def name(self) -> str:
+        """What it is called beside others: the model as it was asked for, and its mitigation."""
+        name, mitigation = self.context.get("name"), self.context.get("mitigation")
+        return self.title if not name else f"{name} + {mitigation}" if mitigation else str(name)
 
     def table(self, *, spread: bool = False) -> FittedTable:
         """For the terminal: what the profile shows, and means by layer; with `spread` their deviations too."""
@@ -82,11 +98,14 @@ class Profile(Result):
         what = f"mean{' ± standard deviation' if spread else 's'} {over}; arrows point to smoother"
         return table_of(self.title, cells, f"{what}; {self.caption}", self.headline)
 
-    def compare(self, other: Self) -> FittedTable:
-        """This profile's means → another's, for example before and after a mitigation."""
-        before, after = ({(r.tap, r.layer, r.metric): short(r.mean) for r in p.readings} for p in (self, other))
-        cells = {key: f"{before.get(key, '–')} → {after.get(key, '–')}" for key in before | after}
-        return table_of(f"{self.title} → {other.title}", cells, f"means; arrows point to smoother; {other.caption}")
+    def compare(self, *others: "Profile") -> "Comparison":
+        """How others differ from this one, for example after a mitigation; `other - this` is the same for one."""
+        from acutance.measure.comparison import compared
+
+        return compared(self, *others)
+
+    def __sub__(self, other: "Profile") -> "Comparison":
+        return other.compare(self)
 
     @property
     def headline(self) -> str:
@@ -101,14 +120,23 @@ class Profile(Result):
         return "; ".join(parts)
 
     def content(self) -> dict[str, Any]:
-        return {"readings": to_plain(self.readings)}
+        return {
+            "readings": [
+                {name: to_plain(x) for name, x in r.row().items()}
+                | ({} if r.values is None else {"values": b64encode(r.values.astype("<f4").tobytes()).decode()})
+                for r in self.readings
+            ]
+        }
 
     @classmethod
     def from_dict(cls, body: Mapping[str, Any]) -> Self:
         # Version 0.1 called this tap `map`.
         rows = [row | {"tap": MATRIX if row["tap"] == "map" else row["tap"]} for row in body["readings"]]
-        values = [MetricValue(**row | {"mean": float(row["mean"]), "std": float(row["std"])}) for row in rows]
-        return cls(tuple(values), body["context"])
+        for row in rows:
+            row |= {"mean": float(row["mean"]), "std": float(row["std"])}
+            if "values" in row:  # not in files of before 0.2
+                row["values"] = np.frombuffer(b64decode(row["values"]), "<f4")
+        return cls(tuple(MetricValue(**row) for row in rows), body["context"])
 
     def plot(self) -> Figure:
         """A matplotlib figure: a panel per metric and tap, with a band of one standard deviation."""

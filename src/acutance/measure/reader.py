@@ -4,10 +4,13 @@ The numbers of a batch are copied to the host asynchronously, in one transfer. T
 at most eight batches later, so a NaN error may come that late.
 """
 
+import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,7 +26,7 @@ from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, ShapeError, SignedRowsError, warn
 from acutance.measure import PREFIXES, TAPS
 from acutance.measure.profile import MATRIX, MetricValue
-from acutance.measure.samples import TokenLayout
+from acutance.measure.samples import Fed, TokenLayout, arguments_of
 from acutance.measure.walk import EVERY, Batch, Visitor
 from acutance.metrics.kernels import token_sums
 from acutance.metrics.sums import FROM_ROWS, FROM_SUMS, Numbers, complain, finite_flags, from_rows
@@ -31,8 +34,10 @@ from acutance.sites.patched import has_windows
 
 ATTENTION_COSINE = "attention_cosine"  # of a layer's attention with the layer before (Fig. 5 of arXiv 2312.00751)
 MAX_PENDING_BATCHES = 8
+MAX_KEPT_SAMPLES = 1000  # of which a profile has single values
 Key = tuple[str, int, str]  # tap, layer, metric
 Moments = tuple[int, float, float]  # samples, mean, sum of squared deviations
+Kept = tuple[dict[Key, NDArray[np.float32]], list[int]]  # the values by sample, and what tells the samples apart
 # Worked out together: shape, metrics, and a name for sums in errors.
 Group = tuple[tuple[int, ...], tuple[str, ...], str | None]
 
@@ -47,6 +52,7 @@ class PendingValues:
     """What was read in one batch; after `send`, on its way from the device to the host."""
 
     samples: int = 0
+    prints: list[int] = field(default_factory=list)  # of each row that was fed
     filled: NDArray[np.bool_] | None = None  # which samples have a token that counts; None if all have
     read: dict[Group, list[tuple[str, int, Tensor]]] = field(default_factory=dict)  # tap, layer, numbers
     numbers: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -111,11 +117,15 @@ class MetricReader(Visitor):
         self.samples, self.out = TokenLayout(), PendingValues()
         self.pending: deque[PendingValues] = deque()
         self.moments: dict[Key, list[Moments]] = {}  # of each batch
+        self.kept: list[Kept] | None = []  # of each batch, until they are too many
+        self.digest: str | None = None  # of the samples that were read, after `readings`
         self.counted = False  # whether the first batch's tokens were
 
     def begin(self, batch: Batch) -> None:
         self.samples, self.counts = batch.samples(self.prefix), batch.counts
-        self.out = PendingValues(filled=self.samples.filled)
+        self.out = PendingValues(
+            prints=fingerprints(batch.fed) if self.kept is not None else [], filled=self.samples.filled
+        )
         self.ran: dict[str, dict[int, int]] = {}  # by tap, the depth of each block that ran
         self.previous: dict[type, AttentionOperator] = {}  # scans and attention of a hybrid by themselves
 
@@ -193,19 +203,35 @@ class MetricReader(Visitor):
         if self.counts:
             self.pending.append(self.out)
         while self.pending and (len(self.pending) > MAX_PENDING_BATCHES or self.pending[0].is_there()):
-            self.take_in(*self.pending.popleft().received())
+            self.take_in(self.pending.popleft())
 
     def readings(self, *, across_processes: bool = False) -> tuple[MetricValue, ...]:
         """Mean and standard deviation over samples, by tap as asked for and by depth; of all processes together."""
         while self.pending:
-            self.take_in(*self.pending.popleft().received())
+            self.take_in(self.pending.popleft())
         found = processes.gather(self.moments) if across_processes else [self.moments]
         if not any(found):
             masked = "no sample has a token that counts: masks and prefix='out' leave none"
             raise AcutanceError(masked if self.out.read else "measure got no batches: pass at least one")
         taps = [*self.taps, MATRIX]
         keys = sorted(set().union(*found), key=lambda key: (taps.index(key[0]), key[1], self.names.index(key[2])))
-        return tuple(MetricValue(*key, *pooled([part for own in found for part in own.get(key, ())])) for key in keys)
+        values = self.values(processes.gather(self.kept) if across_processes else [self.kept])
+        return tuple(
+            MetricValue(*key, *pooled([part for own in found for part in own.get(key, ())]), values.get(key))
+            for key in keys
+        )
+
+    def values(self, kept: Sequence[list[Kept] | None]) -> dict[Key, NDArray[np.float32]]:
+        """The values of all samples, in the order of the batches, of which processes took turns."""
+        if None in kept:
+            return {}
+        batches = [batch for turn in zip_longest(*cast(Any, kept)) for batch in turn if batch is not None]
+        if sum(len(next(iter(values.values()))) for values, _ in batches) > MAX_KEPT_SAMPLES:
+            return {}
+        prints = [mark for _, marks in batches for mark in marks]
+        self.digest = f"{zlib.crc32(np.array(prints, '<u4').tobytes()):08x}" if prints else None
+        keys = [key for key in batches[0][0] if all(key in values for values, _ in batches)]
+        return {key: np.concatenate([values[key] for values, _ in batches]) for key in keys}
 
     def describe_prefix(self, model: nn.Module, part: str | None) -> str:
         """Which special tokens were in or out of the metrics, told from the last batch."""
@@ -230,14 +256,32 @@ class MetricReader(Visitor):
         self.out.add(tap, layer, derived, sums, sums=names[0])
         return [name for name in names if name not in derived]
 
-    def take_in(self, keys: tuple[Key, ...], values: Numbers) -> None:
-        """Keep the moments of a batch's values (keys, samples)."""
-        if values.shape[1]:
-            with np.errstate(invalid="ignore"):  # infinities of both signs make NaN
-                means = values.mean(1)
-                squares = np.square(values - means[:, None]).sum(1)
-            for key, mean, square in zip(keys, means.tolist(), squares.tolist(), strict=True):
-                self.moments.setdefault(key, []).append((values.shape[1], mean, square))
+    def take_in(self, out: PendingValues) -> None:
+        """Keep the moments of a batch's values (keys, samples), and the values themselves while they are few."""
+        keys, values = out.received()
+        if not values.shape[1]:
+            return
+        with np.errstate(invalid="ignore"):  # infinities of both signs make NaN
+            means = values.mean(1)
+            squares = np.square(values - means[:, None]).sum(1)
+        for key, mean, square in zip(keys, means.tolist(), squares.tolist(), strict=True):
+            self.moments.setdefault(key, []).append((values.shape[1], mean, square))
+        if self.kept is not None:
+            self.kept.append((dict(zip(keys, values.astype(np.float32), strict=True)), out.prints))
+            read = sum(count for count, _, _ in self.moments[keys[0]])
+            self.kept = None if read > MAX_KEPT_SAMPLES else self.kept
+
+
+def fingerprints(fed: Fed) -> list[int]:
+    """A number for each row of a batch, told from some of its entries, that is the same in any floating dtype."""
+    first = fed.get("input_ids") if isinstance(fed, Mapping) else fed
+    x = next((x for x in (first, *arguments_of(fed)) if isinstance(x, Tensor) and x.ndim), None)
+    if x is None:
+        return []
+    x = x.detach().reshape(len(x), -1) if len(x) else x.new_empty(0, 1)
+    x = x[:, :: x.shape[1] // 512 + 1]
+    rows = (x.to(torch.bfloat16).view(torch.int16) if x.is_floating_point() else x.long()).cpu().numpy()
+    return [zlib.crc32(row.tobytes()) for row in rows]
 
 
 def pooled(parts: Sequence[Moments]) -> tuple[float, float, int]:

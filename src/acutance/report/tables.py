@@ -111,8 +111,8 @@ class Result(ABC):
     def __str__(self) -> str:
         return str(self.table())
 
-    def __rich__(self) -> FittedTable:
-        return self.table()
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.table()
 
     def _repr_html_(self) -> str:
         return self.table()._repr_html_()

@@ -1,0 +1,1 @@
+"""Answers that stand on measure and explain together."""

@@ -1,0 +1,155 @@
+"""Comparison: how profiles differ from the first of them, layer by layer, with intervals."""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from acutance.measure.headline import direction, higher_is, is_small, main_curve
+from acutance.measure.profile import ARROWS, MetricValue, Profile
+from acutance.report.page import write_page
+from acutance.report.tables import FittedTable, Result, short
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a metric of another profile is above that of the first."""
+
+    run: str  # the other's name
+    tap: str
+    layer: int
+    metric: str
+    first: float
+    other: float
+    difference: float
+    half: float  # half the width of its interval; NaN for one sample
+    pairs: int  # 0 if the samples are not the same or were not kept
+
+    def __str__(self) -> str:
+        interval = "" if math.isnan(self.half) else f" ±{short(self.half)}"
+        sign = "−" if self.difference < 0 else "+"
+        return "–" if math.isnan(self.difference) else f"{sign}{short(abs(self.difference))}{interval}"
+
+
+@dataclass(frozen=True)
+class Comparison(Result):
+    """Profiles by name. Each is compared with the first, over the samples that both have read.
+
+    The interval of a difference is Student's, of the mean over pairs of samples if both profiles read the same ones and
+    kept their values, else Welch's for independent samples.
+    """
+
+    FORMAT = "acutance-profiles-compared/1"
+    INDENT = None
+    profiles: Mapping[str, Profile]
+    context: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def differences(self) -> list[Difference]:
+        """What both the first and another profile have read."""
+        (_, first), *others = self.profiles.items()
+        found = []
+        for name, other in others:
+            digest, known = first.context.get("digest"), {(r.tap, r.layer, r.metric): r for r in other.readings}
+            is_same = digest is not None and digest == other.context.get("digest")
+            both = [(r, known[key]) for r in first.readings if (key := (r.tap, r.layer, r.metric)) in known]
+            found += [_difference(name, a, b, is_same=is_same) for a, b in both]
+        return found
+
+    @property
+    def headline(self) -> str:
+        """What the comparison shows, in a sentence about the last layer."""
+        name, first = next(iter(self.profiles.items()))
+        curve, found = main_curve(first), self.differences
+        said = []
+        for other in [run for run in self.profiles if run != name] if curve else ():
+            last = [d for d in found if (d.run, d.tap, d.metric) == (other, curve[0].tap, curve[0].metric)][-1:]
+            said += [
+                f"{_words(d, name)} after layer {d.layer}: {d.metric} {short(d.other)} beside {short(d.first)} ({d})"
+                for d in last
+            ]
+        return f"{'; '.join(said)}." if said else ""
+
+    def table(self) -> FittedTable:
+        found, columns = self.differences, ("run", "tap", "layer")
+        heads = {d.metric: d.metric + ARROWS.get(higher_is(d.metric), "") for d in found}
+        rows: dict[tuple[str, ...], dict[str, str]] = {}
+        for d in found:
+            key = d.run, d.tap, str(d.layer)
+            row = rows.setdefault(key, dict(zip(columns, key, strict=True)) | dict.fromkeys(heads.values(), ""))
+            row[heads[d.metric]] = str(d)
+        alike = [name for name in columns[:2] if len({row[name] for row in rows.values()}) == 1]
+        shown = [{name: text for name, text in row.items() if name not in alike} for row in rows.values()]
+        first, *others = self.profiles
+        pairs = [d.pairs for d in found]
+        notes = [f"differences from {first} ± half of a {CONFIDENCE:.0%} interval, each by itself"]
+        notes += [f"paired over {max(pairs)} samples" if pairs and min(pairs) else "samples are not paired"]
+        notes += ["arrows point to smoother", *(f"tap: {found[0].tap}" for name in alike if name == "tap")]
+        keys = [name for name in columns if name not in alike]
+        title = f"{', '.join(others)} less {first}"
+        return FittedTable(title, shown, "; ".join(notes), keys=keys, left=keys[:-1], headline=self.headline)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [asdict(d) for d in self.differences]
+
+    def content(self) -> dict[str, Any]:
+        return {"profiles": {name: profile.to_dict() for name, profile in self.profiles.items()}}
+
+    @classmethod
+    def from_dict(cls, body: Mapping[str, Any]) -> Self:
+        return cls({name: Profile.from_dict(one) for name, one in body["profiles"].items()}, body["context"])
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write one offline page with the sentence, the differences and the curves of all."""
+        return write_page(self.profiles, path, self.headline, self.table().rows)
+
+
+def compared(*profiles: Profile) -> Comparison:
+    """The comparison of profiles by their names, which are numbered where several are the same."""
+    found: dict[str, Profile] = {}
+    for number, profile in enumerate(profiles, 1):
+        found[profile.name if profile.name not in found else f"{profile.name} ({number})"] = profile
+    return Comparison(found)
+
+
+def _difference(name: str, a: MetricValue, b: MetricValue, *, is_same: bool) -> Difference:
+    x, y = a.values, b.values
+    pairs = len(x) if is_same and x is not None and y is not None and len(x) == len(y) else 0
+    with np.errstate(invalid="ignore", divide="ignore"):
+        if pairs:
+            deviation = np.std(np.subtract(y, x, dtype=np.float64), ddof=min(1, pairs - 1))  # type: ignore[arg-type]
+            error, freedom = deviation / math.sqrt(pairs), pairs - 1.0
+        else:
+            counts = np.array([a.count, b.count])
+            parts = np.square([a.std, b.std]) / counts
+            error = np.sqrt(parts.sum())
+            freedom = float(parts.sum() ** 2 / (parts**2 / (counts - 1)).sum()) if error else float(counts.min() - 1)
+        half = float(error) * _student(freedom) if min(a.count, b.count) > 1 else math.nan
+    return Difference(name, a.tap, a.layer, a.metric, a.mean, b.mean, b.mean - a.mean, half, pairs)
+
+
+@lru_cache
+def _student(freedom: float) -> float:
+    """The t that |T| stays below with `CONFIDENCE`: T = √ν tan θ, where θ has a density like cos(θ)^(ν − 1)."""
+    angle = np.linspace(0, math.pi / 2, 100_001)
+    density = np.cos(angle) ** (min(freedom, 1e5) - 1)
+    share = np.cumsum(density[1:] + density[:-1])
+    return float(math.sqrt(min(freedom, 1e5)) * np.tan(np.interp(CONFIDENCE, share / share[-1], angle[1:])))
+
+
+def _words(d: Difference, first: str) -> str:
+    if abs(d.difference) <= d.half or math.isnan(d.difference):
+        return f"{d.run} and {first} do not differ clearly"
+    if is_small(d.difference, d.metric, d.first, d.other):
+        return f"{d.run} differs little from {first}"
+    moved = direction(d.difference, d.metric, d.first, d.other)
+    if not moved:
+        return f"{d.run} is {'above' if d.difference > 0 else 'below'} {first}"
+    return f"{d.run}: tokens are {'more' if moved > 0 else 'less'} alike than in {first}"
