@@ -150,7 +150,8 @@ def test_a_reading_that_is_not_finite_warns_and_lets_training_go_on():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        *[({"probe": nothing}, "needs a probe that holds") for nothing in ({"text": "words"}, torch.zeros(0, 1, 8, 8))],
+        ({"probe": {"text": "words"}}, "not dict of str: tokenise it first"),
+        ({"probe": torch.zeros(0, 1, 8, 8)}, "needs a probe that holds"),
         *[({"probe": nothing}, r"a batch must be .*, not (NoneType|list)") for nothing in (None, [])],
         ({"tap": "x"}, "unknown tap x"),
         ({"every": 0}, "1 or more, not 0"),

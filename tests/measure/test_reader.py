@@ -108,7 +108,7 @@ def test_sums_give_what_the_formulas_give(batch, monkeypatch):
     def read():
         reader = MetricReader(list(metrics.TOKEN_METRICS), ["block"])
         layout = TokenLayout.of(batch, special_token_counts=(1, 1))
-        reader.begin(SimpleNamespace(samples=lambda prefix: layout, counts=True))
+        reader.begin(SimpleNamespace(samples=lambda prefix: layout, counts=True, fed=batch))
         for layer, x in enumerate(tokens):
             reader.tokens("block", layer, x)
         return values(reader.out)

@@ -88,9 +88,9 @@ class Comparison(Result):
         alike = [name for name in columns[:2] if len({row[name] for row in rows.values()}) == 1]
         shown = [{name: text for name, text in row.items() if name not in alike} for row in rows.values()]
         first, *others = self.profiles
-        pairs = [d.pairs for d in found]
+        pairs = sorted(d.pairs for d in found)
         notes = [f"differences from {first} ± half of a {CONFIDENCE:.0%} interval, each by itself"]
-        notes += [f"paired over {max(pairs)} samples" if pairs and min(pairs) else "samples are not paired"]
+        notes += [f"paired over {pairs[-1]} samples" if pairs and pairs[0] else "samples are not paired"]
         notes += ["arrows point to smoother", *(f"tap: {found[0].tap}" for name in alike if name == "tap")]
         keys = [name for name in columns if name not in alike]
         title = f"{', '.join(others)} less {first}"

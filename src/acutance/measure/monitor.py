@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
 import torch
@@ -125,7 +125,7 @@ class Monitor:
         return self
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        return object.__new__(_callback(cls))
+        return cast(Self, object.__new__(_callback(cls)))
 
     def __getattr__(self, event: str) -> Any:
         """Events of Hugging Face's Trainer, which duck-types its callbacks, that are not watched."""
@@ -227,9 +227,8 @@ class History(dict[int, Profile]):
 
 def _callback(kind: type[Any]) -> type[Any]:
     """The class, or one that is also a callback of Lightning's if that is loaded, which asks its callbacks for that."""
-    loaded = (sys.modules.get(name) for name in ("lightning.pytorch", "pytorch_lightning"))
-    bases = [library.Callback for library in loaded if hasattr(library, "Callback")]
-    bases = [base for base in bases if not issubclass(kind, base)]
+    loaded = (getattr(sys.modules.get(name), "Callback", kind) for name in ("lightning.pytorch", "pytorch_lightning"))
+    bases = [base for base in loaded if not issubclass(kind, base)]
     return type(kind.__name__, (kind, *bases), {}) if bases else kind
 
 

@@ -6,7 +6,7 @@ at most eight batches later, so a NaN error may come that late.
 
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -37,7 +37,7 @@ MAX_PENDING_BATCHES = 8
 MAX_KEPT_SAMPLES = 1000  # of which a profile has single values
 Key = tuple[str, int, str]  # tap, layer, metric
 Moments = tuple[int, float, float]  # samples, mean, sum of squared deviations
-Kept = tuple[dict[Key, NDArray[np.float32]], list[int]]  # the values by sample, and what tells the samples apart
+Kept = tuple[dict[Key, NDArray[np.float32]], Sequence[int]]  # the values by sample, and what tells the samples apart
 # Worked out together: shape, metrics, and a name for sums in errors.
 Group = tuple[tuple[int, ...], tuple[str, ...], str | None]
 
@@ -203,12 +203,12 @@ class MetricReader(Visitor):
         if self.counts:
             self.pending.append(self.out)
         while self.pending and (len(self.pending) > MAX_PENDING_BATCHES or self.pending[0].is_there()):
-            self.take_in(self.pending.popleft())
+            self.arrived(self.pending.popleft())
 
     def readings(self, *, across_processes: bool = False) -> tuple[MetricValue, ...]:
         """Mean and standard deviation over samples, by tap as asked for and by depth; of all processes together."""
         while self.pending:
-            self.take_in(self.pending.popleft())
+            self.arrived(self.pending.popleft())
         found = processes.gather(self.moments) if across_processes else [self.moments]
         if not any(found):
             masked = "no sample has a token that counts: masks and prefix='out' leave none"
@@ -226,7 +226,7 @@ class MetricReader(Visitor):
         if None in kept:
             return {}
         batches = [batch for turn in zip_longest(*cast(Any, kept)) for batch in turn if batch is not None]
-        if sum(len(next(iter(values.values()))) for values, _ in batches) > MAX_KEPT_SAMPLES:
+        if samples_in(batches) > MAX_KEPT_SAMPLES:
             return {}
         prints = [mark for _, marks in batches for mark in marks]
         self.digest = f"{zlib.crc32(np.array(prints, '<u4').tobytes()):08x}" if prints else None
@@ -256,9 +256,11 @@ class MetricReader(Visitor):
         self.out.add(tap, layer, derived, sums, sums=names[0])
         return [name for name in names if name not in derived]
 
-    def take_in(self, out: PendingValues) -> None:
+    def arrived(self, out: PendingValues) -> None:
+        self.take_in(*out.received(), out.prints)
+
+    def take_in(self, keys: tuple[Key, ...], values: Numbers, prints: Sequence[int] = ()) -> None:
         """Keep the moments of a batch's values (keys, samples), and the values themselves while they are few."""
-        keys, values = out.received()
         if not values.shape[1]:
             return
         with np.errstate(invalid="ignore"):  # infinities of both signs make NaN
@@ -267,9 +269,13 @@ class MetricReader(Visitor):
         for key, mean, square in zip(keys, means.tolist(), squares.tolist(), strict=True):
             self.moments.setdefault(key, []).append((values.shape[1], mean, square))
         if self.kept is not None:
-            self.kept.append((dict(zip(keys, values.astype(np.float32), strict=True)), out.prints))
-            read = sum(count for count, _, _ in self.moments[keys[0]])
-            self.kept = None if read > MAX_KEPT_SAMPLES else self.kept
+            self.kept.append((dict(zip(keys, values.astype(np.float32), strict=True)), prints))
+            self.kept = self.kept if samples_in(self.kept) <= MAX_KEPT_SAMPLES else None
+
+
+def samples_in(kept: Iterable[Kept]) -> int:
+    """How many samples have been kept."""
+    return sum(len(next(iter(values.values()))) for values, _ in kept)
 
 
 def fingerprints(fed: Fed) -> list[int]:
@@ -278,9 +284,13 @@ def fingerprints(fed: Fed) -> list[int]:
     x = next((x for x in (first, *arguments_of(fed)) if isinstance(x, Tensor) and x.ndim), None)
     if x is None:
         return []
-    x = x.detach().reshape(len(x), -1) if len(x) else x.new_empty(0, 1)
-    x = x[:, :: x.shape[1] // 512 + 1]
-    rows = (x.to(torch.bfloat16).view(torch.int16) if x.is_floating_point() else x.long()).cpu().numpy()
+    # On the CPU nearly without torch, which would cost a batch more time than its readings do.
+    x = x.float() if x.dtype == torch.bfloat16 else x  # which NumPy has not
+    rows = x.numpy(force=x.requires_grad or x.device.type != "cpu").reshape(len(x), -1 if x.numel() else 1)
+    rows = np.ascontiguousarray(rows[:, :: rows.shape[1] // 512 + 1])
+    if x.is_floating_point():
+        bits = rows.astype(np.float32).view(np.uint32)
+        rows = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # rounded to bfloat16
     return [zlib.crc32(row.tobytes()) for row in rows]
 
 

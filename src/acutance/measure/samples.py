@@ -217,7 +217,7 @@ def fed_of(batch: Any) -> Fed:
         raise AcutanceError("a batch is on the meta device, without values: make it on the CPU")
     is_fed = isinstance(fed, Tensor) or (isinstance(fed, Mapping) and bool(tensors))
     if is_fed and not any(isinstance(x, np.ndarray) for x in flat):
-        return fed  # type: ignore[no-any-return]
+        return fed
     inside = flat[0] if isinstance(fed, Mapping) and flat else fed
     while isinstance(inside, (list, tuple)) and inside:
         inside = inside[0]
@@ -234,7 +234,10 @@ def fed_of(batch: Any) -> Fed:
 
 def refuse_misfit(model: nn.Module, fed: Fed) -> None:
     """Refuse names that a model does not take, and ids that are none of its tokens."""
-    takes = signature(model.forward).parameters.values()
+    try:
+        takes = signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # of compiled code
+        return
     names = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     given = {name: x for name, x in fed.items() if name != SPECIAL} if isinstance(fed, Mapping) else {}
     unknown = [str(name) for name in given if name not in names]
