@@ -168,7 +168,7 @@ def test_mitigate_prints_before_and_after_and_saves(plain: Path, tmp_path: Path,
     asked = ("mitigate", plain, "neutreno:0.6", "--layers", "2, 3", *SHORT, "--out", tmp_path)
     status, printed, complaint = here(*asked)
     assert status == 0, complaint
-    assert f"{plain} + neutreno:0.6 in layers 2, 3" in printed.splitlines()[0]
+    assert printed.startswith("model.safetensors + neutreno:0.6 in layers 2, 3"), "without the folder that both share"
     rows = re.findall(r"│ +(\d) │ +([+−]\S+) ±(\S+)", printed)
     assert [(layer, change == "+0.000") for layer, change, _ in rows] == [
         ("0", True),
@@ -190,7 +190,7 @@ def test_compare_takes_files_and_models_and_leaves_scores_to_runs(
     written = ("--json", tmp_path / "c.json", "--html", tmp_path / "c.html")
     status, printed, complaint = here("compare", tmp_path / "plain.json", checkpoint, *SHORT, *written)
     assert status == 0, complaint
-    assert printed.startswith(f"{checkpoint} + neutreno:0.6")
+    assert printed.startswith(f"{checkpoint.parent.name}/model.safetensors + neutreno:0.6")
     assert "paired over 9 samples" in printed
     assert [d.layer for d in Comparison.load(tmp_path / "c.json").differences] == [0, 1, 2]
     assert printed.splitlines()[0] in re.sub("<[^>]*>", "", (tmp_path / "c.html").read_text())

@@ -33,11 +33,12 @@ def compare(
     Every profile is compared with the first, layer by layer, with 95 % intervals, over pairs of samples where both have
     read the same ones. Models are measured first, on --text, --images or their own data.
 
-    Folders of runs alone are compared by their scores. Runs that differ only in their seed form a row, with mean ±
-    standard deviation. Each row is also compared with the first, over the seeds that both have, by an exact paired
-    sign-flip test. Its p is the share of all sign choices for the differences whose mean is at least as far from 0. All
-    scores must have been computed in the same way, which is printed: the same weights, evaluation settings and
-    precision. With --data own they are measured instead.
+    Folders of runs alone are compared by their scores; with --data own they are measured instead. Runs that differ only
+    in their seed form a row, with mean ± standard deviation.
+
+    Each row is also compared with the first, over the seeds that both have, by an exact paired sign-flip test. Its p is
+    the share of all sign choices for the differences whose mean is at least as far from 0. All scores must have been
+    computed in the same way, which is printed: the same weights, evaluation settings and precision.
 
     Examples: acutance compare plain.json steered.json --html difference.html
 

@@ -112,10 +112,12 @@ class Comparison(Result):
 
 
 def compared(*profiles: Profile) -> Comparison:
-    """The comparison of profiles by their names, which are numbered where several are the same."""
+    """The comparison of profiles by their names, without the folder that all share; equal names are numbered."""
     found: dict[str, Profile] = {}
+    start = os.path.commonprefix([profile.name for profile in profiles]).rfind("/") + 1  # noqa: RUF071 # up to a slash
     for number, profile in enumerate(profiles, 1):
-        found[profile.name if profile.name not in found else f"{profile.name} ({number})"] = profile
+        name = profile.name[start:]
+        found[name if name not in found else f"{name} ({number})"] = profile
     return Comparison(found)
 
 
