@@ -32,9 +32,9 @@ def pair():
     return measured(first, images.split(4)), measured(second.bfloat16(), images.bfloat16().split(9))
 
 
-def profile(values, metric="token_cosine", digest="same", name="a") -> Profile:
+def profile(values, metric="token_cosine", digest="same", name="a", tap="block") -> Profile:
     values = np.array(values, np.float32)
-    reading = MetricValue("block", 0, metric, float(values.mean()), float(values.std(ddof=1)), len(values), values)
+    reading = MetricValue(tap, 0, metric, float(values.mean()), float(values.std(ddof=1)), len(values), values)
     return Profile((reading,), {"name": name, "digest": digest, "samples": len(values)})
 
 
@@ -110,6 +110,16 @@ def test_pairs_need_the_same_samples_and_make_intervals_narrow() -> None:
 )  # fmt: skip
 def test_the_sentence_is_true(first, other, metric, sentence) -> None:
     assert (profile(other, metric, name="b") - profile(first, metric)).headline.startswith(sentence)
+
+
+def test_the_sentence_says_whose_tokens_they_are() -> None:
+    low, high = [0.1, 0.2, 0.3], [2.1, 2.2, 2.3]
+    for tap, metric, words in [
+        ("attention", "token_cosine", "b: tokens of the attention branch are more alike than in a"),
+        ("attention_matrix", "attention_entropy", "b is above a after layer 0: attention_entropy"),
+    ]:
+        found = profile(high, metric, name="b", tap=tap) - profile(low, metric, tap=tap)
+        assert found.headline.startswith(words)
 
 
 def test_compare_takes_anything_that_has_a_profile(pair, tmp_path) -> None:

@@ -72,7 +72,8 @@ def _own(path: Path) -> LoadedModel:
     if not checkpoint.is_file():
         for plugin in plugins:
             plugin.refuse_unfinished(checkpoint)
-        elsewhere = "" if path.is_dir() else f"; a model of transformers is written hf:{path}, one of timm timm:{path}"
+        elsewhere = f"; a model of transformers is written hf:{path}, one of timm timm:{path}"
+        elsewhere = "" if path.is_dir() else f"{elsewhere}, one of your own module:file.function"
         raise AcutanceError(f"no checkpoint at {checkpoint}{elsewhere}; `acutance demo` writes some to try")
     model: Any = load(checkpoint)
 

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from acutance.measure.headline import direction, higher_is, is_small, main_curve
-from acutance.measure.profile import ARROWS, MetricValue, Profile
+from acutance.measure.headline import WHOSE, direction, higher_is, is_small, main_curve
+from acutance.measure.profile import ARROWS, MATRIX, MetricValue, Profile
 from acutance.report.page import write_page
 from acutance.report.tables import FittedTable, Result, short
 
@@ -90,7 +90,8 @@ class Comparison(Result):
         first, *others = self.profiles
         pairs = sorted(d.pairs for d in found)
         notes = [f"differences from {first} ± half of a {CONFIDENCE:.0%} interval, each by itself"]
-        notes += [f"paired over {pairs[-1]} samples" if pairs and pairs[0] else "samples are not paired"]
+        unpaired = f"samples are not {'all ' if pairs and pairs[-1] else ''}paired"
+        notes += [f"paired over {pairs[-1]} samples" if pairs and pairs[0] else unpaired]
         notes += ["arrows point to smoother", *(f"tap: {found[0].tap}" for name in alike if name == "tap")]
         keys = [name for name in columns if name not in alike]
         title = f"{', '.join(others)} less {first}"
@@ -152,6 +153,6 @@ def _words(d: Difference, first: str) -> str:
     if is_small(d.difference, d.metric, d.first, d.other):
         return f"{d.run} differs little from {first}"
     moved = direction(d.difference, d.metric, d.first, d.other)
-    if not moved:
+    if not moved or d.tap == MATRIX:
         return f"{d.run} is {'above' if d.difference > 0 else 'below'} {first}"
-    return f"{d.run}: tokens are {'more' if moved > 0 else 'less'} alike than in {first}"
+    return f"{d.run}: {WHOSE.get(d.tap, 'Tokens').lower()} are {'more' if moved > 0 else 'less'} alike than in {first}"
