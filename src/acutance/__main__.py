@@ -13,7 +13,6 @@ from acutance.cli.verbs import explain, measure, mitigate
 from acutance.errors import AcutanceError
 from acutance.lab.commands import bench, demo, evaluate, reproduce, robustness, studies, train
 from acutance.lab.comparing import compare
-from acutance.report.tables import WIDTH
 from acutance.version import __version__
 
 app = typer.Typer(
@@ -40,7 +39,7 @@ def main(version: Annotated[bool, typer.Option("--version", help="Print the vers
 def run() -> None:
     """The entry point: errors made on purpose, and files that cannot be read or written, are one line, no traceback."""
     if not sys.stdout.isatty():
-        os.environ.setdefault("COLUMNS", str(WIDTH))  # else the width would be that of a terminal on standard error
+        os.environ.setdefault("COLUMNS", "80")  # else the width would be that of a terminal on standard error
     try:
         app()
     except AcutanceError as error:

@@ -97,12 +97,13 @@ def printed(what: object, width: int) -> str:
 @pytest.mark.parametrize("width", [60, 80, 110, 400])
 def test_nothing_is_cut_off_or_broken_however_narrow(width: int) -> None:
     before, after = (made_profile(shift=shift, metrics=available_metrics()) for shift in (0, 1))
-    for what, cell in ((before.table(spread=True), "2.00 ± 0.50"), (before.compare(after), "2.00 → 3.00")):
+    tables = (before.table(spread=True), "2.00 ± 0.50", 1), (before.compare(after), "+1.00 ±0.582 │", 3)
+    for what, cell, layers in tables:
         text = printed(what, width)
         assert "…" not in text
         pieces = available_metrics() if width == 400 else re.findall("[a-z]+_?", " ".join(available_metrics()))
         assert [name for name in pieces if not re.search(rf"(\b|_){name}", text)] == []
-        assert text.count(cell) == len(available_metrics())
+        assert text.count(cell) == layers * len(available_metrics())
         assert max(map(len, text.splitlines())) <= width
         if width == 400:  # one table, one caption
             assert (text.count("layer "), text.count("7 samples")) == (1, 1)
