@@ -106,7 +106,7 @@ def test_nothing_is_cut_off_or_broken_however_narrow(width: int) -> None:
         assert text.count(cell) == layers * len(available_metrics())
         assert max(map(len, text.splitlines())) <= width
         if width == 400:  # one table, one caption
-            assert (text.count("layer "), text.count("7 samples")) == (1, 1)
+            assert (text.count("┃ layer "), "samples" in text) == (1, True)
 
 
 def test_a_table_has_the_rows_of_its_columns_only() -> None:
