@@ -145,7 +145,7 @@ def test_files_of_torch_save_are_told_what_they_are(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     for content, message in [
         (model.state_dict(), r"is a state dict of torch\.save, .* write a function .* module:path\.to\.make_model"),
-        (model, r"holds an object of the class torch\.nn\.modules\.linear\.Linear, .* module:path\.to\.make_model"),
+        (model, r"holds an object of torch\.nn\.modules\.linear\.Linear, .* module:path\.to\.make_model"),
         ([1], "is a list of torch.save"),
     ]:
         torch.save(content, tmp_path / "weights.pt")

@@ -28,7 +28,7 @@ PathLike = str | os.PathLike[str]
 OWN: dict[str, Any] = {kind.__name__: kind for kind in (ViT, LanguageModel, Segmenter)}
 CONFIG_KEY = "acutance.config"  # in the safetensors metadata
 CLASS_KEY = "acutance.model"  # a ViT where it is missing, as in the first files
-MODULE = "a function that builds and loads it, and give that as module:path.to.make_model"
+MODULE = "write a function that builds and loads it, and give that as module:path.to.make_model"
 RECORD_KEY = "acutance.mitigations"  # of other models; transformers' config.json has it too
 UNEXPECTED = "_keys_to_ignore_on_load_unexpected"  # where a class of transformers lists them
 
@@ -96,7 +96,7 @@ def load(path: PathLike, model: nn.Module | None = None) -> nn.Module:
         _refuse_misfit(str(where), shapes, outline)
         model = type(outline)(**config)
     else:
-        raise AcutanceError(f"{where} names no model: pass it as model=, or write {MODULE}")
+        raise AcutanceError(f"{where} names no model: pass it as model=, use acutance.io.load_checkpoint, or {MODULE}")
     try:
         load_model(model, where)
     except (RuntimeError, SafetensorError) as error:
@@ -108,14 +108,15 @@ def _pickled(file: Path) -> str:
     """What is in a file of `torch.save`, found without running it, and how to read its model."""
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except Exception as error:  # whatever a damaged or hostile file provokes
         kind = re.search(r"GLOBAL (\S+)", str(error))
-        named = f"an object of the class {kind[1]}" if kind else "more than tensors"
-        return f"{file} holds {named}, and unpickling it could run code: save its state dict, and write {MODULE}"
-    except Exception as error:  # whatever a damaged file provokes
-        return f"{file} cannot be read as weights: {first_line(error)}"
+        if kind is None:
+            return f"{file} cannot be read as weights: damaged, or more than tensors. Fetch it again"
+        return (
+            f"{file} holds an object of {kind[1]}, and unpickling it could run code: save its state dict, and {MODULE}"
+        )
     what = "a state dict" if isinstance(state, Mapping) else f"a {type(state).__name__}"
-    return f"{file} is {what} of torch.save, which does not say how to build its model: write {MODULE}"
+    return f"{file} is {what} of torch.save, which does not say how to build its model: {MODULE}"
 
 
 def _outline(name: str, options: Mapping[str, Any], tensors: int, where: Path) -> nn.Module:
