@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from acutance.cli.options import console
-from acutance.cli.verbs import explain, measure, mitigate
+from acutance.cli.verbs import explain, measure
 from acutance.errors import AcutanceError
 from acutance.lab.commands import bench, compare, demo, evaluate, reproduce, robustness, studies, train
+from acutance.lab.sweep.commands import mitigate, sweep
 from acutance.version import __version__
 
 app = typer.Typer(
@@ -21,7 +22,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for verb in (demo, measure, mitigate, explain, train, evaluate, compare, robustness, reproduce, bench):
+for verb in (demo, measure, mitigate, sweep, explain, train, evaluate, compare, robustness, reproduce, bench):
     app.command()(verb)
 app.add_typer(studies, name="lab")
 

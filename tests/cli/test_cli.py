@@ -18,7 +18,19 @@ from forked import run_forked
 from tiny_folders import tiny
 
 ACUTANCE = str(Path(sys.executable).with_name("acutance"))
-VERBS = ["measure", "explain", "mitigate", "demo", "train", "evaluate", "compare", "robustness", "reproduce", "bench"]
+VERBS = [
+    "measure",
+    "explain",
+    "mitigate",
+    "sweep",
+    "demo",
+    "train",
+    "evaluate",
+    "compare",
+    "robustness",
+    "reproduce",
+    "bench",
+]
 SHORT = ("--limit", "9", "--metrics", "token_cosine")
 
 
@@ -160,6 +172,9 @@ def test_mitigate_prints_before_and_after_and_saves(plain: Path, tmp_path: Path,
     asked = ("mitigate", plain, "neutreno:0.6", "--layers", "2, 3", *SHORT, "--out", tmp_path)
     status, printed, complaint = here(*asked)
     assert status == 0, complaint
+    assert re.match(
+        r"(worse: fine-tune, or start with learn=head|no clear change|better)\n  accuracy \S+ → \S+ %, ", printed
+    )
     rows = re.findall(r"block +│ +(\d) │ (\S+) → (\S+)", printed)
     assert [layer for layer, _, _ in rows] == ["0", "1", "2", "3"]
     assert [before == after for _, before, after in rows] == [True, True, False, False], "layers 2 and 3 have changed"

@@ -1,0 +1,1 @@
+"""How well a model does its work, beside how smooth its tokens are. This room stands above `explain`."""
