@@ -165,7 +165,7 @@ def test_specs():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"remedies": "neutrino"}, "unknown remedy 'neutrino'; did you mean neutreno?"),
+        ({"remedies": "neutrino"}, "unknown remedy 'neutrino'; did you mean neutreno; there are"),
         ({"remedies": ["neutreno:strong"]}, "strength must be a finite number"),
         ({"strengths": [math.inf]}, "strength inf is no finite number"),
         ({"fine_tune": -1}, "fine-tune -1 steps"),

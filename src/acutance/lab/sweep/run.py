@@ -105,13 +105,13 @@ def _variants(name: str, strengths: Sequence[float]) -> list[str]:
         return [parse(name).spec]
     if (cls := REGISTRY.get(name.lower())) is None:
         close = get_close_matches(name.lower(), REGISTRY, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise AcutanceError(f"unknown remedy {name!r}{hint} There are: {', '.join(sorted(REGISTRY))}, or all")
+        hint = f"; did you mean {close[0]}" if close else ""
+        raise AcutanceError(f"unknown remedy {name!r}{hint}; there are: {', '.join(sorted(REGISTRY))}, or all")
     options = cls.options()
-    takes_strength = isinstance(options.get(cls.positional or ""), float)
-    found = [f"{name}:{x}" for x in strengths] if takes_strength and strengths else [name]
-    # What starts at the identity is what suits trained weights.
-    return [parse(spec).spec for spec in [*found, *([f"{name}:learn=head"] if "learn" in options else [])]]
+    found = [f"{name}:{x}" for x in strengths] if "strength" in options and strengths else [name]
+    if options.get("learn", "") is None:  # what starts at the identity suits trained weights
+        found.append(f"{name}:learn=head")
+    return [parse(spec).spec for spec in found]
 
 
 class _Bench:
