@@ -56,6 +56,7 @@ class Sweep(Result):
     """
 
     FORMAT = "acutance-sweep/1"
+    INDENT = None
     trials: tuple[Trial, ...]
     context: Mapping[str, Any] = field(default_factory=dict)
 
