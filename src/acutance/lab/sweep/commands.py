@@ -85,6 +85,7 @@ def mitigate(
     from acutance.diagnose.quality import NOT_MEASURED, objective_of
     from acutance.lab.sweep.fine_tune import FineTune
     from acutance.lab.sweep.fine_tune import fine_tune as train_briefly
+    from acutance.lab.sweep.run import from_identity
     from acutance.mitigations import as_mitigation
     from acutance.mitigations.base import parts_of
 
@@ -104,8 +105,9 @@ def mitigate(
     after = objective.measure(loaded.model, held) if objective else []
     headline = before[0].change(after[0]).verdict if before else NOT_MEASURED
     if headline == "worse":
-        is_constant = any(getattr(one, "learn", "none") is None for one in parts_of(mitigation))
-        headline += ": fine-tune" + (" for longer" if fine_tune else "") + is_constant * ", or start with learn=head"
+        ways = ["fine-tune for longer" if fine_tune else "fine-tune"]
+        ways += [f"start with {gentle}" for one in parts_of(mitigation) if (gentle := from_identity(one))]
+        headline += f": {', or '.join(ways)}"
     say("\n".join([headline, *(f"  {one.to(other)}" for one, other in zip(before, after, strict=True))]))
     console.print(profile.compare(options.profile(loaded, held)))
     if out is not None:

@@ -28,6 +28,7 @@ from acutance.mitigations.base import REGISTRY, Mitigation, parse
 from acutance.sites.mitigate import mitigate
 from acutance.sites.structure import check_model, evaluating
 
+FROM_IDENTITY = {"learn": "head", "gated": "true", "diagonal": "true"}  # options that make a constant remedy learn
 TIMED, TIMED_S = 2, 1.0  # forward passes at least, and seconds; the fastest counts
 
 
@@ -107,11 +108,15 @@ def _variants(name: str, strengths: Sequence[float]) -> list[str]:
         close = get_close_matches(name.lower(), REGISTRY, n=1)
         hint = f"; did you mean {close[0]}" if close else ""
         raise AcutanceError(f"unknown remedy {name!r}{hint}; there are: {', '.join(sorted(REGISTRY))}, or all")
-    options = cls.options()
-    found = [f"{name}:{x}" for x in strengths] if "strength" in options and strengths else [name]
-    if options.get("learn", "") is None:  # what starts at the identity suits trained weights
-        found.append(f"{name}:learn=head")
-    return [parse(spec).spec for spec in found]
+    found = [f"{name}:{x}" for x in strengths] if "strength" in cls.options() and strengths else [name]
+    gentle = from_identity(cls())
+    return [parse(spec).spec for spec in [*found, *([f"{name}:{gentle}"] if gentle else [])]]
+
+
+def from_identity(remedy: Mitigation) -> str | None:
+    """The option with which a remedy that changes trained weights' work at once would start at the identity."""
+    unset = [key for key in FROM_IDENTITY if key in remedy.options() and getattr(remedy, key) in (None, False)]
+    return f"{unset[0]}={FROM_IDENTITY[unset[0]]}" if unset else None
 
 
 class _Bench:
