@@ -128,6 +128,17 @@ class Bigram(nn.Module):
         return scores + scores.mean(1, keepdim=True) if self.future else scores
 
 
+class Worded(nn.Module):
+    """A model as transformers has them: arguments by name, scores by name."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = Worded.inside = inside
+
+    def forward(self, input_ids, labels=None):
+        return SimpleNamespace(logits=self.inside(input_ids))
+
+
 def test_what_sees_the_future_has_no_perplexity():
     ids = torch.randint(0, 11, (2, 6))
     scores = Bigram()
@@ -187,6 +198,14 @@ def test_classes_of_images_and_of_pixels():
     pixels[0, :4] = -100
     accuracy, _ = measure_quality(nn.Conv2d(1, 3, 1), [(torch.randn(2, 1, 5, 5), pixels)])
     assert accuracy.weights == (5.0, 25.0)  # pixels that count
+    words = {"input_ids": torch.randint(0, 11, (2, 6)), "labels": torch.tensor([[0, -100, 1, 2, 10, 1]] * 2)}
+    accuracy, entropy = measure_quality(Worded(Bigram(future=True)), [words])  # each token has a label of its own
+    log = Bigram.forward(Worded.inside, words["input_ids"]).double().log_softmax(2)
+    right = [0, 2, 3, 4, 5]
+    assert accuracy.weights == (5.0, 5.0)
+    assert entropy.values == pytest.approx(
+        [-log[b, right].gather(1, words["labels"][b, right, None]).mean().item() for b in (0, 1)], rel=1e-5
+    )
     assert measure_quality(nn.Linear(4, 2), [(images, labels)]) == []  # a label that the model does not have
     assert measure_quality(classifier, [images]) == []
     assert labels_of((images, torch.rand(5))) is None

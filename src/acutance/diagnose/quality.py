@@ -216,8 +216,8 @@ def _find(model: nn.Module, batch: Any, mask_token: int | None) -> Objective | N
         if mask_token is not None and labels is None:
             about = f"of {MASKED:.0%} of the tokens, masked, always the same"
             return Objective(("masked-token loss",), partial(_masked_tokens, mask_token=mask_token), about)
-    if logits is not None and logits.ndim == 3 and labels is not None and logits.shape[:-1] == labels.shape:
-        return Objective(("loss",), _labelled_tokens, "of labelled tokens")
+    if logits is not None and logits.ndim == 3 and _are_classes(labels, logits.mT):
+        return Objective(("accuracy", "cross-entropy"), _classes, "of labelled tokens")
     return None if loss is None else Objective(("loss",), _own_loss, "the model's own, of a batch")
 
 
@@ -308,12 +308,6 @@ def masked(content: Tensor, seed: int) -> Tensor:
     return (draws.argsort(1, descending=True).argsort(1) < count) & content
 
 
-def _labelled_tokens(model: nn.Module, batch: Any, number: int) -> Score:
-    labels: Any = labels_of(batch)
-    logits: Any = _outputs(feed(model, fed_of(batch)))[0]
-    return _token_losses(logits, labels)
-
-
 def _own_words(model: nn.Module, batch: Any, number: int) -> Score:
     words: Any = fed_of(batch)
     words = words.to(next(model.parameters()).device)
@@ -324,7 +318,7 @@ def _own_words(model: nn.Module, batch: Any, number: int) -> Score:
 def _classes(model: nn.Module, batch: Any, number: int) -> Score:
     logits: Any = _outputs(feed(model, fed_of(batch)))[0]
     labels: Any = labels_of(batch)
-    labels = labels.to(logits.device, torch.int64)
+    labels, logits = labels.to(logits.device, torch.int64), logits.mT if logits.ndim == 3 else logits
     losses = F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none").view(len(labels), -1)
     right, counts = logits.argmax(1) == labels, (labels != IGNORED).view(len(labels), -1).sum(1)
     few = counts.clamp(min=1)

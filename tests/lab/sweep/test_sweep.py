@@ -144,6 +144,8 @@ def test_an_interrupted_sweep_resumes_to_the_same(vit, batches, tuned, tmp_path,
     for change in ({"fine_tune": 5}, {"lr": 1e-4}, {"quality": "cross-entropy"}):
         with pytest.raises(AcutanceError, match=r"is another sweep .*name another file"):
             sweep(vit, batches, TRIED, path=path, **how | change)
+    with pytest.raises(AcutanceError, match="samples: there"):
+        sweep(vit, batches[::-1], TRIED, path=path, **how)
     other = replace(vit.config, depth=2).to_dict()
     with pytest.raises(AcutanceError, match="weights: there"):
         sweep(ac.models.ViT(**other), batches, TRIED, path=path, **how)

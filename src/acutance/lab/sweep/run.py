@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from acutance import sites
-from acutance.diagnose.quality import Objective, objective_of
+from acutance.diagnose.quality import Objective, labels_of, objective_of
 from acutance.errors import AcutanceError, AcutanceWarning, first_line
-from acutance.lab.robustness.evaluate import weights_digest
+from acutance.lab.robustness.evaluate import digest_of, weights_digest
 from acutance.lab.sweep.fine_tune import FineTune, fine_tune
 from acutance.lab.sweep.table import CONTROL, Reading, Sweep, Trial
 from acutance.measure import measure
+from acutance.measure.samples import arguments_of, fed_of
 from acutance.measure.walk import describe, feed, track
 from acutance.mitigations.base import REGISTRY, Mitigation, parse
 from acutance.sites.mitigate import mitigate
@@ -73,7 +74,10 @@ def sweep(
     how.check(model, lowered)
     about = describe(model, part) | dict(context or {})
     about |= {"seed": seed, "weights": weights_digest(model), "fine_tune": asdict(how)}
-    about["quality"] = list(objective.names) if objective else []
+    about["quality"], ends = list(objective.names) if objective else [], (batches[0], batches[-1])
+    about["samples"] = digest_of(
+        x for batch in ends for x in (*arguments_of(fed_of(batch)), labels_of(batch)) if x is not None
+    )
     about["batches"] = [len(trained), len(held)]
     about["split"] = f"{len(trained)} batches train and {len(held)} others evaluate" if how.steps else "no fine-tune"
     table = _begun(path, about)
