@@ -48,7 +48,7 @@ def same(one, other):
 
 def test_what_starts_at_the_identity_changes_nothing_before_training(vit, batches):
     before, state = weights(vit), torch.get_rng_state()
-    found = sweep(vit, batches, TRIED, progress=False)
+    found = sweep(vit, iter(batches), TRIED, progress=False)
     assert same(weights(vit), before)
     assert torch.equal(torch.get_rng_state(), state)
     plain = found.control.start
@@ -149,6 +149,19 @@ def test_an_interrupted_sweep_resumes_to_the_same(vit, batches, tuned, tmp_path,
     other = replace(vit.config, depth=2).to_dict()
     with pytest.raises(AcutanceError, match="weights: there"):
         sweep(ac.models.ViT(**other), batches, TRIED, path=path, **how)
+
+
+class Louder(ac.Mitigation):
+    """Twice the attention; registered nowhere."""
+
+    def output(self, u, w, call):
+        return 2 * u
+
+
+def test_a_remedy_of_ones_own_is_tried(vit, batches):
+    found = sweep(vit, batches[:1], [Louder()], progress=False)
+    assert found["louder"].reason == ""
+    assert found["louder"].start != found.control.start
 
 
 def test_specs():

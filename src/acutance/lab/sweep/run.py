@@ -5,7 +5,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from difflib import get_close_matches
@@ -23,7 +23,7 @@ from acutance.lab.robustness.evaluate import digest_of, weights_digest
 from acutance.lab.sweep.fine_tune import FineTune, fine_tune
 from acutance.lab.sweep.table import CONTROL, Reading, Sweep, Trial
 from acutance.measure import measure
-from acutance.measure.samples import arguments_of, fed_of
+from acutance.measure.samples import arguments_of, fed_of, refuse_single
 from acutance.measure.walk import describe, feed, track
 from acutance.mitigations.base import REGISTRY, Mitigation, parse
 from acutance.sites.mitigate import mitigate
@@ -35,7 +35,7 @@ TIMED, TIMED_S = 2, 1.0  # forward passes at least, and seconds; the fastest cou
 
 def sweep(
     model: nn.Module,
-    batches: Sequence[Any],
+    batches: Iterable[Any],
     remedies: str | Sequence[str | Mitigation] = "all",
     *,
     quality: Any = None,
@@ -53,7 +53,7 @@ def sweep(
 
     Args:
         model: any model that `mitigate` takes, without a mitigation. It stays as it is.
-        batches: a sequence of batches as `measure` takes them, with labels where accuracy is wanted. With a fine-tune
+        batches: as `measure` takes them, with labels where accuracy is wanted. With a fine-tune
             the first half trains and the rest evaluates.
         remedies: "all", or names and specs such as `["gate", "neutreno:0.4,learn=head"]`.
         quality: the headline: a name such as "accuracy", a function of (model, batch), or its place `module:function`.
@@ -65,6 +65,9 @@ def sweep(
         context: more for the result's context, such as the data's description.
     """
     how, specs = FineTune(fine_tune, train, lr, seed), specs_of(remedies, strengths)
+    given = {remedy.spec: remedy for remedy in remedies if isinstance(remedy, Mitigation)}  # of no register, perhaps
+    refuse_single(batches)
+    batches = batches if isinstance(batches, Sequence) else list(batches)  # a DataLoader that shuffles, too
     check_model(model)
     if (carried := sites.mitigation_spec(sites.part_of(model, part))) is not None:
         raise AcutanceError(f"the model carries {carried!r} already: sweep a model without a mitigation")
@@ -85,7 +88,7 @@ def sweep(
     with ExitStack() as stack:
         for spec in track(missing, "sweep" if progress else None, stack):
             bench = _Bench(model, trained, held, objective, lowered, how, part)
-            table = replace(table, trials=(*table.trials, bench.trial(spec)))
+            table = replace(table, trials=(*table.trials, bench.trial(spec, given.get(spec, spec))))
             if path is not None:
                 table.save(path)
     return replace(table, trials=tuple(table[spec] for spec in specs))
@@ -133,22 +136,22 @@ class _Bench:
         self.model, self.trained, self.held, self.part = model, trained, held, part
         self.objective, self.lowered, self.how = objective, lowered, how
 
-    def trial(self, spec: str) -> Trial:
+    def trial(self, spec: str, remedy: str | Mitigation) -> Trial:
         """What a remedy does; whatever keeps it from working is the reason in its row."""
         try:
-            return self._tried(spec)
+            return self._tried(spec, remedy)
         except Exception as error:  # whatever a model raises that the remedy does not suit
             if spec == CONTROL:
                 raise
             named = "" if isinstance(error, AcutanceError) else f"{type(error).__name__}: "
             return Trial(spec, reason=named + first_line(error))
 
-    def _tried(self, spec: str) -> Trial:
+    def _tried(self, spec: str, remedy: str | Mitigation) -> Trial:
         model, handle = copy.deepcopy(self.model), None
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             if spec != CONTROL:
-                handle = mitigate(model, spec, part=self.part)
+                handle = mitigate(model, remedy, part=self.part)
             moved = f"H moved by {max(handle.distances):.0%} at most" if handle and handle.distances else ""
             added = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in self.model.parameters())
             start = end = self._read(model)
