@@ -209,8 +209,9 @@ def made(changes, steps=0, n=50):
 
     def trial(spec, change):
         values = tuple(x + change + 0.01 * (x if change else 0) for x in noise)
-        reading = Reading((Quality("loss", False, values, (1.0,) * n),), 0.5)
-        return Trial(spec, start=reading, end=reading)
+        before = tuple(value + 5 for value in values) if steps else values
+        start, end = (Reading((Quality("loss", False, told, (1.0,) * n),), 0.5) for told in (before, values))
+        return Trial(spec, start=start, end=end)
 
     trials = [trial("none", 0.0), *(trial(spec, change) for spec, change in changes.items())]
     return Sweep(tuple(trials), {"fine_tune": {"steps": steps}})
