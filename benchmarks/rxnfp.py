@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
-from transformers import BertModel, PreTrainedTokenizerFast
+from transformers import BertForMaskedLM, BertModel, PreTrainedTokenizerFast
 
 REACTIONS = Path(__file__).parents[1] / "docs" / "evidence" / "language" / "reactions.txt"
 # Atoms in brackets, elements with two letters, >> before the products, rings with two digits; else single characters.
@@ -36,7 +36,9 @@ def main() -> None:
     arguments = parser.parse_args()
     for vocabulary in sorted(arguments.package.glob("*/vocab.txt")):
         folder = arguments.out / vocabulary.parent.name
-        BertModel.from_pretrained(vocabulary.parent).save_pretrained(folder)
+        # Its head guesses masked tokens; those of the others classify reactions.
+        kind = BertForMaskedLM if folder.name == "bert_pretrained" else BertModel
+        kind.from_pretrained(vocabulary.parent).save_pretrained(folder)
         tokenizer_of(vocabulary).save_pretrained(folder)
         print(folder)
     reactions = arguments.out / "reactions"

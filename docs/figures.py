@@ -20,6 +20,7 @@ from typing import Any
 from acutance.explain.spectral_theory import rank_correlation
 from acutance.lab.robustness import CORRUPTIONS, SEVERITIES, RobustnessTable
 from acutance.lab.studies.layers import middle_and_range
+from acutance.lab.sweep.table import Sweep
 from acutance.measure.profile import Profile
 
 ROOT = Path(__file__).parents[1]
@@ -692,6 +693,21 @@ def parity_errors_table() -> Iterator[str]:
 
 
 # A page, a heading, which of the tables below it, and what writes its rows.
+# sweep.md
+
+SWEPT = {"smollm2": "SmolLM2", "bert_pretrained": "A BERT for chemical reactions", "digits": "A ViT on digits"}
+
+
+def sweep_table(name: str) -> Iterator[str]:
+    for row in Sweep.load(EVIDENCE / "sweep" / f"{name}.json").table().rows:
+        remedy, *cells = row.values()
+        yield line(f"`{remedy}`" if remedy != "(none)" else remedy, *cells)
+
+
+def said_of_sweeps() -> Iterator[str]:
+    return (Sweep.load(EVIDENCE / "sweep" / f"{name}.json").verdict() for name in SWEPT)
+
+
 TABLES: list[tuple[str, str, int, Callable[[], Iterable[str]]]] = [
     *(("docs/bench.md", heading, 0, partial(step_table, part)) for part, heading in STEPS.items()),
     ("docs/bench.md", "End to end", 0, end_to_end_table),
@@ -722,6 +738,7 @@ TABLES: list[tuple[str, str, int, Callable[[], Iterable[str]]]] = [
     ("docs/segmentation.md", "Measured: CamVid", 0, camvid_table),
     ("docs/measure.md", "A trained pair", 0, trained_pair_table),
     ("docs/robustness.md", "Measured: a trained pair", 0, robustness_table),
+    *(("docs/sweep.md", heading, 0, partial(sweep_table, name)) for name, heading in SWEPT.items()),
     ("docs/parity.md", "The table", 0, parity_table),
     ("docs/parity.md", "How small a mistake would be seen?", 0, parity_errors_table),
 ]
@@ -737,6 +754,7 @@ SENTENCES: list[tuple[str, Callable[[], Iterable[str]]]] = [
     ("docs/segmentation.md", said_of_camvid),
     (f"{RECIPES}/segmentation.py", said_in_camvids_recipe),
     ("docs/monitor.md", said_of_the_last_layer),
+    ("docs/sweep.md", said_of_sweeps),
 ]
 
 

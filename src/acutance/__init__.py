@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from acutance.explain.steer import fold
     from acutance.io import load, save
     from acutance.lab import studies as laboratory
+    from acutance.lab.sweep.run import sweep
     from acutance.measure.maps import attention_maps
     from acutance.measure.monitor import Monitor
     from acutance.measure.penalty import penalty
@@ -33,12 +34,13 @@ __all__ = [
     "AcutanceError", "AcutanceWarning", "AttentionOperator", "AttnScale", "Eigen", "FeatScale", "Mitigation", "Monitor",
     "NeuTRENO", "Profile", "Spectrum", "__version__", "attention_maps", "compare", "explain", "fold", "io",
     "laboratory", "load", "measure", "metrics", "mitigate", "models", "penalty", "save", "sites", "spectral_theory",
-    "steer", "theory",
+    "steer", "sweep", "theory",
 ]  # fmt: skip
 
 _HOMES = [  # torch is imported when one of these is first used, not before
     "attention.operator:AttentionOperator", "diagnose.compare:compare", "explain.steer:fold", "explain:Spectrum",
-    "explain:explain", "io:load", "io:save", "measure.maps:attention_maps", "measure.monitor:Monitor",
+    "explain:explain", "io:load", "io:save", "lab.sweep.run:sweep", "measure.maps:attention_maps",
+    "measure.monitor:Monitor",
     "measure.penalty:penalty", "measure.profile:Profile", "mitigations:AttnScale", "mitigations:Eigen",
     "mitigations:FeatScale", "mitigations:Mitigation", "mitigations:NeuTRENO", "sites.mitigate:mitigate",
 ]  # fmt: skip

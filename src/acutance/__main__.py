@@ -9,10 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from acutance.cli.options import console
-from acutance.cli.verbs import explain, measure, mitigate
+from acutance.cli.verbs import explain, measure
 from acutance.errors import AcutanceError
 from acutance.lab.commands import bench, demo, evaluate, reproduce, robustness, studies, train
 from acutance.lab.comparing import compare
+from acutance.lab.sweep.commands import mitigate, sweep
 from acutance.version import __version__
 
 app = typer.Typer(
@@ -22,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-CORE = (measure, explain, mitigate, compare)  # first in the help, in this order
+CORE = (measure, explain, sweep, mitigate, compare)  # first in the help, in this order
 for verb in (*CORE, demo, train, evaluate, robustness, reproduce, bench):
     app.command()(verb)
 app.add_typer(studies, name="lab")

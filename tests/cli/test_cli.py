@@ -13,6 +13,7 @@ import torch
 import acutance as ac
 from acutance import __main__ as command_line
 from acutance.explain import Spectrum
+from acutance.lab.sweep.table import Sweep
 from acutance.measure.comparison import Comparison
 from acutance.measure.profile import Profile
 from acutance.report.tables import short
@@ -20,7 +21,19 @@ from forked import run_forked
 from tiny_folders import tiny
 
 ACUTANCE = str(Path(sys.executable).with_name("acutance"))
-VERBS = ["measure", "explain", "mitigate", "demo", "train", "evaluate", "compare", "robustness", "reproduce", "bench"]
+VERBS = [
+    "measure",
+    "explain",
+    "mitigate",
+    "sweep",
+    "demo",
+    "train",
+    "evaluate",
+    "compare",
+    "robustness",
+    "reproduce",
+    "bench",
+]
 SHORT = ("--limit", "9", "--metrics", "token_cosine")
 
 
@@ -111,6 +124,10 @@ def test_explain_prints_verdicts_and_reads_attention_with_data(checkpoint: Path,
         (["measure", "MODEL", "--tap", "head"], "unknown tap head"),
         (["measure", "MODEL", "--prefix", "maybe"], "unknown prefix maybe; known: in, out"),
         (["mitigate", "MODEL", "featscale", "--layers", "one"], "--layers takes numbers"),
+        (["sweep", "nowhere", "--remedies", "neutrino"], "unknown remedy 'neutrino'; did you mean neutreno"),
+        (["sweep", "nowhere", "--strengths", "much"], "--strengths takes numbers"),
+        (["sweep", "MODEL", "--limit", "8"], "carries 'neutreno:0.6' already"),
+        (["mitigate", "PLAIN", "attnscale", "--limit", "8", "--quality", "bleu"], "quality 'bleu' cannot be measured"),
         (["mitigate", "nowhere", "neutrino:0.6"], "unknown mitigation 'neutrino'"),  # before anything is read
         (["explain", "DAMAGED"], "cannot be read as weights"),
         (["explain", "MODEL", "--data", "imagenet"], "--data takes digits or own"),
@@ -168,14 +185,12 @@ def test_mitigate_prints_before_and_after_and_saves(plain: Path, tmp_path: Path,
     asked = ("mitigate", plain, "neutreno:0.6", "--layers", "2, 3", *SHORT, "--out", tmp_path)
     status, printed, complaint = here(*asked)
     assert status == 0, complaint
-    assert printed.startswith("model.safetensors + neutreno:0.6 in layers 2, 3"), "without the folder that both share"
+    is_quality = r"(worse: fine-tune, or start with learn=head|no clear change|better)\n  accuracy \S+ → \S+ %, "
+    assert re.match(is_quality, printed)
+    assert "\nmodel.safetensors + neutreno:0.6 in layers 2, 3" in printed, "without the folder that both share"
     rows = re.findall(r"│ +(\d) │ +([+−]\S+) ±(\S+)", printed)
-    assert [(layer, change == "+0.000") for layer, change, _ in rows] == [
-        ("0", True),
-        ("1", True),
-        ("2", False),
-        ("3", False),
-    ]
+    changed = [(layer, change != "+0.000") for layer, change, _ in rows]
+    assert changed == [("0", False), ("1", False), ("2", True), ("3", True)]
     assert "paired over 9 samples" in printed
     assert here("measure", tmp_path, *SHORT, "--json", tmp_path / "p.json")[0] == 0
     profile = Profile.load(tmp_path / "p.json")
@@ -251,3 +266,25 @@ def test_two_processes_of_torchrun_give_the_numbers_of_one(plain: Path, tmp_path
     for ours, theirs in zip(two.readings, one.readings, strict=True):
         assert (ours.tap, ours.layer, ours.metric, ours.count) == (theirs.tap, theirs.layer, theirs.metric, 150)
         assert (ours.mean, ours.std) == pytest.approx((theirs.mean, theirs.std), rel=1e-12, abs=1e-14)
+
+
+def test_sweep_prints_a_verdict_writes_and_resumes(plain: Path, tmp_path: Path, here) -> None:
+    asked = ("sweep", plain, "--limit", "8", "--batch", "4", "--remedies", "neutreno:0.6,learn=head,attnscale")
+    status, printed, complaint = here(*asked, "--fine-tune", "2", "--json", tmp_path / "s.json")
+    assert status == 0, complaint
+    assert "8 test images of the embedded digits; 1 batches train and 1 others evaluate" in " ".join(printed.split())
+    assert "None is worth it here: of 2, none improved accuracy" in printed
+    found = Sweep.load(tmp_path / "s.json")
+    assert [trial.spec for trial in found.trials] == ["none", "neutreno:0.6,learn=head", "attnscale"]
+    assert here(*asked, "--fine-tune", "2", "--json", tmp_path / "s.json")[:2] == (0, printed)  # the same times, too
+    status, _, complaint = here(*asked, "--json", tmp_path / "s.json")
+    assert (status, "is another sweep" in complaint) == (2, True)
+
+
+def test_mitigate_fine_tunes_on_other_data_than_it_evaluates_on(plain: Path, here) -> None:
+    asked = ("mitigate", plain, "neutreno:0.6,learn=head", *SHORT[2:], "--limit", "8", "--batch", "4")
+    status, printed, complaint = here(*asked, "--fine-tune", "3", "--quality", "cross-entropy")
+    assert status == 0, complaint
+    said = "fine-tuned for 3 steps on 4 of 8 test images of the embedded digits; evaluated on 4 of 8 test images"
+    assert printed.startswith(said)
+    assert re.search(r"\n(worse|better|no clear change).*\n  cross-entropy \S+ → \S+, .*\n  accuracy ", printed)

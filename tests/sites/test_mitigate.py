@@ -58,6 +58,8 @@ def test_only_the_layers_asked_for():
     assert handle.layers == (2, 3)
     built = vit(mitigation="neutreno:0.6")(images())
     assert torch.equal(patched(images()), built)  # the first layer has no term anyway
+    assert mitigate(vit(), "neutreno:0.6").layers == mitigate(vit(), "value_residual").layers == (2, 3)
+    assert mitigate(vit(), "neutreno:0.6+featscale", layers=[1, 2]).layers == (1, 2)
     handle.remove()
     mitigate(patched, "neutreno:0.6", layers=[3])
     assert not torch.equal(patched(images()), built)

@@ -1,13 +1,11 @@
-"""`acutance measure`, `acutance explain` and `acutance mitigate`."""
+"""`acutance measure` and `acutance explain`."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-import typer
-
 import acutance as ac
-from acutance.cli.options import HTML, JSON, DataOptions, Model, Part, console, ints, option, say, spread, words, write
+from acutance.cli.options import HTML, JSON, DataOptions, Model, Part, console, option, spread, words, write
 from acutance.errors import AcutanceError
 from acutance.measure import DEFAULT_METRICS
 
@@ -66,37 +64,6 @@ def measure(
         profile = options.profile(loaded, options.batches(loaded))
     if rank == 0:
         show(profile, json_path, html_path, spread=deviations)
-
-
-@spread
-def mitigate(
-    model: Model,
-    spec: Annotated[str, typer.Argument(help="The mitigation, e.g. neutreno:0.6 or neutreno:0.4+featscale.")],
-    options: MeasureOptions,
-    layers: Annotated[str | None, option("Comma-separated numbers, 1 the first; all by default.")] = None,
-    out: Annotated[Path | None, option("Save the mitigated model in this folder.")] = None,
-) -> None:
-    """Put a mitigation into a model, print its smoothness before and after, and save it, ready for fine-tuning.
-
-    Example: acutance mitigate hf:gpt2 neutreno:0.4 --text wiki.test.txt --limit 64 --out gpt2-neutreno
-    """
-    from acutance.io.loading import refuse_unsavable
-    from acutance.mitigations import as_mitigation
-
-    chosen = None if layers is None else ints(layers, "--layers")
-    mitigation = as_mitigation(spec)
-    if out is not None:
-        refuse_unsavable(model, out)
-    loaded = options.load(model, head=True)
-    batches = options.batches(loaded)
-    before = options.profile(loaded, batches)
-    ac.mitigate(loaded.model, mitigation, layers=chosen, part=options.part)
-    console.print(before.compare(options.profile(loaded, batches)))
-    if out is not None:
-        is_folder = loaded.save_inputs is not None  # a model of transformers
-        say(f"wrote {ac.save(loaded.model, out if is_folder else out / 'model.safetensors')}")
-        if is_folder:
-            loaded.save_inputs(out, options.text is not None)
 
 
 @spread

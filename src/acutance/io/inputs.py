@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from io import BytesIO
 from itertools import islice
@@ -38,13 +38,18 @@ class Batches(Sequence[Any]):
     batch: int
     description: str  # what a profile says it was read on
     make: Callable[[Any], Any]
+    mask_token: int | None = None  # what a masked language model reads in place of a token
 
     def __len__(self) -> int:
         return -(-len(self.samples) // self.batch)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
+            start, stop, step = index.indices(len(self))
+            if step == 1:  # made one at a time, too
+                samples = self.samples[start * self.batch : stop * self.batch]
+                return replace(self, samples=samples, description=f"{len(samples)} of {self.description}")
+            return [self[i] for i in range(start, stop, step)]
         start = range(len(self))[index] * self.batch
         return self.make(self.samples[start : start + self.batch])
 
@@ -118,7 +123,8 @@ def text_batches(
             made |= {"decoder_input_ids": shifted, "decoder_attention_mask": mask}
         return made
 
-    return Batches(windows, batch, f"{len(windows)} windows of {tokens} tokens from {Path(path).resolve().name}", make)
+    description = f"{len(windows)} windows of {tokens} tokens from {Path(path).resolve().name}"
+    return Batches(windows, batch, description, make, getattr(tokenizer, "mask_token_id", None))
 
 
 def image_batches(

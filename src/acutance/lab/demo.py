@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from acutance.diagnose.quality import Quality, measure_quality
 from acutance.errors import AcutanceError
 from acutance.files.atomic import atomic_write
 from acutance.io.saving import load
@@ -43,7 +44,7 @@ SHOWN = {
     "cosine, normed": ("token_cosine", "final"),
     "HFC/LFC, stream": ("hfc_lfc_spectral", "block"),
 }
-Trained = tuple[float, Profile]  # test accuracy in percent, and the measurement
+Trained = tuple[Quality, Profile]  # test accuracy, image by image, and the measurement
 
 
 def demo_config(*changes: str) -> Config:
@@ -66,7 +67,7 @@ def run_demo(
         runs[variant].append(_train_and_measure(Run(place), own, console))
     summary, verdict = summarise(runs), conclude(runs)
     results = {"verdict": verdict, "summary": summary, "seeds": seeds, "config": config.to_dict()}
-    results["accuracy"] = {variant: [accuracy for accuracy, _ in done] for variant, done in runs.items()}
+    results["accuracy"] = {variant: [accuracy.mean for accuracy, _ in done] for variant, done in runs.items()}
     results |= {"versions": versions(), "hardware": hardware()}
     atomic_write(folder / "results.json", json.dumps(results, indent=1, ensure_ascii=False).encode())
     profiles = {v: merge(p for _, p in done) if seeds > 1 else done[0][1] for v, done in runs.items()}
@@ -93,20 +94,29 @@ def _train_and_measure(run: Run, config: Config, console: Console) -> Trained:
         shutil.rmtree(run.folder)
     train(config, run.folder, recipe="digits", resume=same, device="cpu", console=console)
     task, model = ClassificationTask(config.task, seed=0, device=torch.device("cpu")), load(run.model_path)
-    batches = task.inputs("test", range(task.size("test"))).split(config.loop.batch_size)
+    parts = (part.split(config.loop.batch_size) for part in task.labelled("test", range(task.size("test"))))
+    batches = [*zip(*parts, strict=True)]
     profile = measure(model, batches, metrics=METRICS, tap=["block", "attention", "final"], progress=False)
     profile.save(run.folder / "profile.json")
-    return task.evaluate(model, split="test")["top1"], profile
+    return measure_quality(model, batches)[0], profile
 
 
 def summarise(runs: Mapping[str, Sequence[Trained]]) -> list[dict[str, str]]:
-    """One row per variant: accuracy and smoothing at the last layer, mean ± standard deviation over seeds."""
+    """One row per variant: accuracy and smoothing at the last layer, mean ± standard deviation over seeds.
+
+    With one seed, accuracy has its 95 % interval over the test images.
+    """
 
     def shown(values: Sequence[float], digits: int) -> str:
         return with_spread(fmean(values), spread_of(values), digits)
 
+    def accuracy(done: Sequence[Trained]) -> str:
+        if len(done) > 1:
+            return shown([quality.mean for quality, _ in done], 2)
+        return "{:.2f} ({:.2f} to {:.2f})".format(done[0][0].mean, *done[0][0].interval())
+
     return [
-        {"variant": variant, "accuracy %": shown([accuracy for accuracy, _ in done], 2)}
+        {"variant": variant, "accuracy %": accuracy(done)}
         | {label: shown([float(profile[key][-1]) for _, profile in done], 3) for label, key in SHOWN.items()}
         for variant, done in runs.items()
     ]
@@ -115,11 +125,11 @@ def summarise(runs: Mapping[str, Sequence[Trained]]) -> list[dict[str, str]]:
 def conclude(runs: Mapping[str, Sequence[Trained]]) -> str:
     """One sentence that says what was found, and how strong the evidence is."""
 
-    def change(what: str, before: Sequence[float], after: Sequence[float], spec: str) -> str:
+    def change(what: str, before: Sequence[float], after: Sequence[float], spec: str, is_clear: bool = True) -> str:
         """For example "lowered token cosine (0.412 → 0.301)", by the paired differences over the seeds."""
         differences, old, new = np.subtract(after, before), f"{fmean(before):{spec}}", f"{fmean(after):{spec}}"
         error = spread_of(differences) / len(differences) ** 0.5  # NaN for one pair, which no difference is within
-        clear = old != new and not abs(differences.mean()) <= 2 * error
+        clear = old != new and not abs(differences.mean()) <= 2 * error and is_clear
         verb = "raised" if differences.mean() > 0 else "lowered"
         return f"{verb if clear else 'did not clearly change'} {what} ({old} → {new})"
 
@@ -127,9 +137,14 @@ def conclude(runs: Mapping[str, Sequence[Trained]]) -> str:
     for variant, done in list(runs.items())[1:]:
         before, after = ([float(profile[stream][-1]) for _, profile in both] for both in (plain, done))
         smoother = change("token cosine after the last block", before, after, ".3f")
-        better = change("test accuracy in %", [a for a, _ in plain], [a for a, _ in done], ".2f")
+        images = plain[0][0].change(done[0][0])  # paired over the test images, which one seed is judged by
+        clear = len(plain) > 1 or images.verdict != "no clear change"
+        first, second = ([accuracy.mean for accuracy, _ in each] for each in (plain, done))
+        better = change("test accuracy in %", first, second, ".2f", clear)
         found.append(f"{variant} {smoother} and {better}")
-    worth = "one seed is an example, not evidence: --seeds 5 gives mean ± spread"
+    worth = (
+        "accuracy by a 95 % interval over the images; one seed is an example, not evidence: --seeds 5 gives the spread"
+    )
     if len(plain) > 1:
         worth = f"{len(plain)} paired seeds, a difference within two standard errors counts as none"
     return f"Against the plain ViT, {'; '.join(found)} ({worth})."

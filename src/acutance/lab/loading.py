@@ -1,6 +1,6 @@
 """Answers for `io` about runs and the embedded digits. `io` finds them by the entry point `acutance.loaders`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,10 +28,11 @@ def data_of(path: Path, model: nn.Module) -> dict[str, Callable[..., Batches]]:
     from acutance.lab.data import digits
     from acutance.lab.tasks import samples
 
-    def batches(name: str, read: Callable[[int | None, Path | None], Tensor]) -> Callable[..., Batches]:
+    def batches(name: str, read: Callable[[int | None, Path | None], tuple[Tensor, ...]]) -> Callable[..., Batches]:
         def make(limit: int | None = None, data_dir: Path | None = None, batch: int = 64) -> Batches:
-            found = of_dtype(read(limit, data_dir), next(model.parameters()).dtype)
-            return Batches(found.unbind(), batch, f"{len(found)} {name}", torch.stack)
+            inputs, *labels = read(limit, data_dir)
+            parts = (of_dtype(inputs, next(model.parameters()).dtype), *labels)
+            return Batches([*zip(*parts, strict=True)], batch, f"{len(inputs)} {name}", stacked)
 
         return make
 
@@ -39,12 +40,22 @@ def data_of(path: Path, model: nn.Module) -> dict[str, Callable[..., Batches]]:
     if (run := Run(path)).exists():
         task = run.config().task
 
-        def tested(limit: int | None, data_dir: Path | None) -> Tensor:
+        def tested(limit: int | None, data_dir: Path | None) -> tuple[Tensor, ...]:
             moved = task if data_dir is None else replace(task, data_dir=str(data_dir))
             return samples(moved, "test", limit or SAMPLES)
 
         name = getattr(task, "dataset", getattr(task, "corpus", task.kind))
         found["own"] = batches(f"test samples of {name}, as the run has them", tested)
     if isinstance(model, ViT) and (model.config.image_size, model.config.in_chans) == (8, 1):
-        found["digits"] = batches("test images of the embedded digits", lambda limit, _: digits()[1].images[:limit])
+
+        def embedded(limit: int | None, data_dir: Path | None) -> tuple[Tensor, ...]:
+            test = digits()[1]
+            return test.images[:limit], test.labels[:limit]
+
+        found["digits"] = batches("test images of the embedded digits", embedded)
     return found
+
+
+def stacked(samples: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """A batch of inputs, and one of labels where there are some."""
+    return tuple(torch.stack(part) for part in zip(*samples, strict=True))

@@ -11,6 +11,7 @@ from torch import nn
 from acutance import sites
 from acutance.errors import AcutanceError, warn
 from acutance.mitigations import Mitigation, as_mitigation
+from acutance.mitigations.base import parts_of
 from acutance.sites.structure import check_model, is_sharded
 from acutance.sites.transformers import note
 
@@ -18,14 +19,16 @@ from acutance.sites.transformers import note
 class Handle(sites.Undo):
     """A mitigation in a model; `remove()`, or leaving a with block, restores the model exactly.
 
-    `distances` are ‖H − H₀‖/‖H₀‖ per layer, of mitigations that replace the weights.
+    `layers` are those that it changes, or can learn to change. `distances` are ‖H − H₀‖/‖H₀‖ per layer, of mitigations
+    that replace the weights.
     """
 
-    def __init__(self, spec: str, layers: Sequence[int], undo: Callable[[], None], installed: Sequence[Mitigation]):
+    def __init__(self, spec: str, undo: Callable[[], None], installed: Mapping[int, Mitigation]):
         super().__init__(undo)
-        self.spec, self.layers = spec, tuple(layers)
-        self._parameters = [parameter for built in installed for parameter in built.parameters()]
-        parts = [part for built in installed for part in built.modules() if isinstance(part, Mitigation)]
+        self.spec = spec
+        self.layers = tuple(layer for layer, built in installed.items() if any(map(_acts, parts_of(built))))
+        self._parameters = [parameter for built in installed.values() for parameter in built.parameters()]
+        parts = [part for built in installed.values() for part in parts_of(built)]
         self.distances = tuple(part.distance for part in parts if part.distance is not None)
 
     def parameter_groups(self, lr: float, weight_decay: float = 0.0) -> list[dict[str, Any]]:
@@ -39,7 +42,13 @@ class Handle(sites.Undo):
     def __repr__(self) -> str:
         state = "removed" if self._undo is None else "active"
         moved = f", H moved by {', '.join(f'{d:.0%}' for d in self.distances)}" if self.distances else ""
-        return f"<{self.spec} in layers {', '.join(map(str, self.layers))}{moved}, {state}>"
+        return f"<{self.spec} in layers {', '.join(map(str, self.layers)) or 'none'}{moved}, {state}>"
+
+
+def _acts(part: Mitigation) -> bool:
+    """Whether it does something where it was built: in layer 1 there are no earlier values to differ from."""
+    is_first = part.shape is not None and part.shape.layer == 1
+    return not part.is_idle and not (is_first and {"first_values", "previous_values"} & {*part.requires})
 
 
 def mitigate(
@@ -53,7 +62,8 @@ def mitigate(
 
     Args:
         model: any model `acutance.sites.find` knows.
-        mitigation: a `Mitigation` or its spec, e.g. `neutreno:0.6+featscale`.
+        mitigation: a `Mitigation` or its spec. In a pretrained model start at the identity, `neutreno:0.6,learn=head`,
+            and fine-tune: a constant strength such as `neutreno:0.6` harms trained weights at once.
         layers: layer numbers, 1 being the first; all by default.
         part: path of the submodule to change, where a model has several stacks of layers, e.g. `model.encoder`.
     """
@@ -65,7 +75,7 @@ def mitigate(
     if chosen.overrides("parametrise"):
         _refuse_shared(model, [site for site in found if site.layer in wanted])
     undo = _install(model, [(site, chosen) for site in found if site.layer in wanted], pretrained=True)
-    handle = Handle(chosen.spec, wanted, undo, [site.mitigation for site in found if site.mitigation is not None])
+    handle = Handle(chosen.spec, undo, {site.layer: site.mitigation for site in found if site.mitigation is not None})
     if chosen.is_idle:
         warn(f"{chosen.spec} changes nothing: give it a strength other than 0")
     elif wanted == [1] and "first_values" in chosen.requires:

@@ -50,7 +50,7 @@ def record(job: Job, folder: Path, shared: Path, *, data_dir: Path | None, devic
     evaluated = evaluate_run(folder, split=split, data_dir=data_dir, device=device)
     model = load(run.model_path).to(on)
     config, result = run.config(), run.result() or {}
-    inputs = samples(config.task, split, READ_ON)
+    inputs, *_ = samples(config.task, split, READ_ON)
     part = "encoder" if isinstance(model, Segmenter) else None
     scores, cells = dict(evaluated.scores), None
     if split == "test" and config.task.kind == "classification":

@@ -260,7 +260,7 @@ class Session:
         found: dict[str, dict[int, float]] = {}
         notes: list[str] = []
         task: Any = None if row.training is None else self.planned(row.training, 0).config.task
-        inputs = cache(lambda split: samples_of(task, split, self.samples).split(50))
+        inputs = cache(lambda split: samples_of(task, split, self.samples)[0].split(50))
         for seed in self.seeds if row.model is None else [0]:
             planned = None if row.training is None else self.planned(row.training, seed)
             model = RowModel(self, row, seed, planned, inputs, notes)

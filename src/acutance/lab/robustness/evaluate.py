@@ -168,7 +168,7 @@ def evaluate(
         "weights": weights_digest(model),
         "data": images.name,
         "images": len(images),
-        "pixels": _digest([images.images, images.labels]),
+        "pixels": digest_of([images.images, images.labels]),
         "corruptions": described,
         "seed": seed,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -272,10 +272,10 @@ def _begun(path: str | os.PathLike[str] | None, context: Mapping[str, Any]) -> R
 
 def weights_digest(model: nn.Module) -> str:
     """Identifies the weights that a table was measured with."""
-    return _digest(value for value in model.state_dict().values() if isinstance(value, Tensor))
+    return digest_of(value for value in model.state_dict().values() if isinstance(value, Tensor))
 
 
-def _digest(tensors: Iterable[Tensor]) -> str:
+def digest_of(tensors: Iterable[Tensor]) -> str:
     """The first hexadecimal digits of a SHA-256 over the bytes."""
     digest = hashlib.sha256()
     for tensor in tensors:

@@ -36,8 +36,11 @@ def config_class(kind: str) -> type[Any]:
     return get_args(bases[0])[0]  # type: ignore[no-any-return]
 
 
-def samples(config: Any, split: str, count: int) -> Tensor:
-    """At most `count` samples of a task's data, chosen at random and the same for all models and seeds."""
+def samples(config: Any, split: str, count: int) -> tuple[Tensor, ...]:
+    """At most `count` samples of a task's data with their labels, if it has some.
+
+    They are chosen at random, and the same for all models and seeds.
+    """
     task = task_class(config.kind)(config, seed=0, device=torch.device("cpu"))
     chosen = torch.randperm(task.size(split), generator=generator("cpu", 0))[:count].sort().values
-    return task.inputs(split, chosen.tolist())
+    return task.labelled(split, chosen.tolist())

@@ -93,6 +93,10 @@ class Task(ABC, Generic[ConfigT]):
         """Samples of a split as the model takes them in evaluation."""
         raise NotImplementedError
 
+    def labelled(self, split: str, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """The same with their labels, if the task has some."""
+        return (self.inputs(split, indices),)
+
     def probe(self) -> Tensor:
         """A few samples of "val", on which `Monitor` measures the model during training."""
         return self.inputs("val", range(min(self.probe_samples, self.size("val"))))

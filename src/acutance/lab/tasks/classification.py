@@ -85,7 +85,11 @@ class Classification(base.ImageTask[ConfigT]):
             yield self._augmented(images, labels, draws.rows(rows))
 
     def inputs(self, split: str, indices: Sequence[int]) -> Tensor:
-        return torch.cat([self._augment.plain(batch) for batch, _ in self._read(self._images(split), indices)])
+        return self.labelled(split, indices)[0]
+
+    def labelled(self, split: str, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        read = [(self._augment.plain(batch), labels) for batch, labels in self._read(self._images(split), indices)]
+        return tuple(torch.cat(part) for part in zip(*read, strict=True))
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, *, split: str = "val") -> dict[str, float]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from acutance.diagnose import quality
 from acutance.distributed import gather, rank_and_world_size
 from acutance.errors import AcutanceError
 from acutance.lab.data.augment import normalise
@@ -217,13 +218,17 @@ class SegmentationTask(ImageTask[SegmentationConfig]):
 
     def inputs(self, split: str, indices: Sequence[int]) -> Tensor:
         """The middle of each image, as large as a training crop."""
-        images, size, middles = self._images(split), self.config.model.image_size, []
-        for index in indices:
-            image = images[index][0]
-            top, left = (max(extent - size, 0) // 2 for extent in image.shape[1:])
-            middle = normalised(image[:, top : top + size, left : left + size])
-            middles.append(F.pad(middle, (0, size - middle.shape[2], 0, size - middle.shape[1])))
-        return torch.stack(middles).to(self.device)
+        return self.labelled(split, indices)[0]
+
+    def labelled(self, split: str, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        size, middles = self.config.model.image_size, []
+        for image, labels in (self._images(split)[index] for index in indices):
+            top, left = (max(extent - size, 0) // 2 for extent in labels.shape)
+            middle, own = (part[..., top : top + size, left : left + size] for part in (image, labels))
+            margin = (0, size - own.shape[1], 0, size - own.shape[0])
+            own = F.pad(own.masked_fill(own == IGNORED, quality.IGNORED), margin, value=quality.IGNORED)
+            middles.append((F.pad(normalised(middle), margin), own))
+        return tuple(torch.stack(part).to(self.device) for part in zip(*middles, strict=True))
 
     @classmethod
     def evaluated_by(cls, split: str) -> tuple[str, ...]:
