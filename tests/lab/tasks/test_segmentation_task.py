@@ -44,6 +44,20 @@ def test_the_loss_counts_labelled_pixels_only(task, model):
     nothing.backward()
 
 
+def test_the_middle_of_an_image_has_the_labels_of_its_pixels(task):
+    every, size = range(task.size("train")), task.config.model.image_size
+    images, labels = task.labelled("train", every)
+    assert torch.equal(images, task.inputs("train", every))
+    assert (labels != -100).any()
+    for found, (image, given) in zip(labels, (task._images("train")[index] for index in every), strict=True):
+        top, left = (max(extent - size, 0) // 2 for extent in given.shape)
+        middle = given[top : top + size, left : left + size]
+        counted = found[: middle.shape[0], : middle.shape[1]]
+        assert torch.equal(counted, torch.where(middle == 255, -100, middle))
+        assert int((found != -100).sum()) == int((middle != 255).sum())
+        assert image.shape[1:] == given.shape
+
+
 def test_whole_images_are_scored_at_one_scale_and_on_test_at_several(task, model):
     assert set(task.evaluate(model.train())) == {"miou", "mean_accuracy", "pixel_accuracy"}
     assert not model.training

@@ -103,6 +103,7 @@ def test_images_are_trained_on_but_for_the_slice_and_scores_are_a_plain_count(fo
     with torch.no_grad():
         right = model(made.inputs("test", range(made.size("test")))).argmax(-1) == labels
     assert made.evaluate(model, split="test")["top1"] == pytest.approx(100 * float(right.double().mean()))
+    assert torch.equal(made.labelled("test", range(made.size("test")))[1], labels)
     assert made.probe().shape[0] == made.size("val")
     kept = standins.CLASSES * (standins.PER_CLASS - standins.PER_CLASS // standins.HELD_OUT_EVERY)
     assert made.steps_per_epoch(6) == kept // 6  # without the slice
