@@ -408,6 +408,18 @@ def family_tables() -> tuple[list[str], list[str]]:
     return rules, facts
 
 
+def effects_table() -> Iterator[str]:
+    """What a remedy with default options did to the quality of three trained models, against the control."""
+    swept = [Sweep.load(EVIDENCE / "sweep" / f"{name}.json") for name in ("smollm2", "bert_pretrained", "digits")]
+    for row in read(EVIDENCE / "family" / "family.csv"):
+        cells = []
+        for found in swept:
+            trials = [t for t in found.trials if t.spec.split(":")[0] == row["remedy"] and "=" not in t.spec]
+            change = found.change(max(trials, key=lambda t: t.spec)) if trials else None
+            cells.append("–" if change is None else str(change))
+        yield line(f"`{row['remedy']}`", *cells)
+
+
 def exactness() -> list[Row]:
     return read(RESULTS / "orthogonal_precision-cpu-float32-torch2.13.0.csv")
 
@@ -731,6 +743,7 @@ TABLES: list[tuple[str, str, int, Callable[[], Iterable[str]]]] = [
     ("docs/explain.md", "Pretrained language models", 2, partial(language_table, "-without-first")),
     ("docs/remedies.md", "The rules", 0, lambda: family_tables()[0]),
     ("docs/remedies.md", "What they add, fit and cost", 0, lambda: family_tables()[1]),
+    ("docs/remedies.md", "What they did in three trained models", 0, effects_table),
     ("docs/steer.md", "How exact it is", 0, exactness_table),
     ("docs/steer.md", "How exact it is", 1, other_ways_table),
     ("docs/train.md", "Measured: CIFAR-100", 0, partial(cifar100_table, "cifar100")),
