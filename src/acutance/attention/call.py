@@ -152,10 +152,10 @@ class AttentionCall:
         """Which keys each query sees, bool (batch, heads, queries, keys) or broadcasting; None: all, or as `causal`."""
         if self.q is not None and self.k is not None:
             mask = None if self.mask is None else as_four_axes(self.mask, (*self.q.shape[:3], self.k.shape[2]), True)
-        elif self.logits is not None:
+        elif self.logits is not None and self.refusal is None:
             return is_visible(self.logits)
         else:
-            mask = self.A.mask4
+            mask = self.A.mask4  # or its refusal
         return mask if mask is None or mask.dtype == torch.bool else mask > HIDDEN
 
     def visible_mean(self, w: Tensor) -> Tensor:
