@@ -152,17 +152,16 @@ class AttentionCall:
         """Which keys each query sees, bool (batch, heads, queries, keys) or broadcasting; None: all, or as `causal`."""
         if self.q is not None and self.k is not None:
             mask = None if self.mask is None else as_four_axes(self.mask, (*self.q.shape[:3], self.k.shape[2]), True)
-        elif self.logits is not None and self.refusal is None:
+        elif self.logits is not None:
             return is_visible(self.logits)
         else:
-            mask = self.A.mask4  # or its refusal
+            mask = self.A.mask4
         return mask if mask is None or mask.dtype == torch.bool else mask > HIDDEN
 
     def visible_mean(self, w: Tensor) -> Tensor:
         """U w: the mean of the values that each query can see; one row where all see the same."""
         seen = self.visible()
-        known = self.logits if self.q is None else self.q
-        heads, rows = (self.A.q if known is None else known).shape[1:3]
+        heads, rows = (self.A.q if self.q is None else self.q).shape[1:3]  # the refusal of mixed heads included
         if seen is None and not self.causal:
             return repeat_heads(w, heads).mean(dim=-2, keepdim=True)
         alike = w.new_zeros(w.shape[0], heads, rows, 1), w.new_zeros(*w.shape[:3], 1)  # queries and keys
