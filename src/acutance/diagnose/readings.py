@@ -1,0 +1,256 @@
+"""Reader: every number a diagnosis is made from, layer by layer, in one pass beside the profile's own reader."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from acutance import sites
+from acutance.attention import AttentionCall
+from acutance.attention.operator import AttentionOperator
+from acutance.errors import AcutanceError, NoSitesError
+from acutance.measure.profile import MetricValue
+from acutance.measure.reader import MetricReader
+from acutance.measure.walk import EVERY, Batch, Visitor, walk
+from acutance.metrics import check_finite, effective_rank, hfc_lfc_spectral, token_cosine, unit_vectors
+from acutance.metrics.sums import masked_mean, ratio, valid_positions
+
+METRICS = ("token_cosine", "hfc_lfc_spectral", "rank_residual", "attention_entropy", "attention_cosine")
+TOKENS_ALONE = METRICS[:3]
+FROM_PROFILE = (("cosine", "token_cosine", "block"), ("branch_residual", "rank_residual", "attention"))
+MOST_PATCHES = 1024  # whose matrix of cosines is formed
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Readings:
+    """Means over samples: curves with a number per layer (or per layer and head), and facts about the model."""
+
+    curves: Mapping[str, Numbers]
+    facts: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Numbers:
+        return self.curves[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.curves
+
+    @property
+    def layers(self) -> int:
+        return len(self.curves["influence"])
+
+
+class Reader(Visitor):
+    """Reads what `Readings` hold. Layers are counted as they run, as tied ones run several times."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.needs = dict.fromkeys(("enter", "leave"), EVERY)
+        self.found: dict[int, sites.AttentionSite] = {}
+        with suppress(NoSitesError):  # attention that is not known is not read
+            self.found = {layer: site for site, layer in sites.layers_of(model)}
+            self.needs["attend"] = EVERY
+        self.weights: dict[int, Tensor] = {}  # W_proj, where it is known
+        self.adds: set[int] = set()  # layers of which it is known what the branch adds to the stream
+        for layer, site in self.found.items():
+            with suppress(AcutanceError):  # asked for now: a site may try its block on random tokens
+                self.weights[layer] = site.projection_weight()
+                site.update(torch.zeros(1, 1, site.dim, device=self.weights[layer].device))
+                self.adds.add(layer)
+        with suppress(AcutanceError):
+            sites.final_norm(model)
+            self.needs["final"] = EVERY
+        self.kept = defaultdict[tuple[str, int], list[Tensor]](list)  # by name and layer: (samples, …) of each batch
+        self.causal = self.images = False
+        self.tokens = 0  # of the longest sample
+
+    def begin(self, batch: Batch) -> None:
+        self.every, self.patches = batch.samples("in").refuse_empty(), batch.samples("out")
+        fed = batch.fed
+        self.images = fed.ndim == 4 if isinstance(fed, Tensor) else "pixel_values" in fed
+        self.depth, self.before, self.gram = 0, torch.empty(0), torch.empty(0)
+
+    def enter(self, layer: int, tokens: Tensor) -> None:
+        self.depth, self.before = self.depth + 1, tokens
+        if self.depth == 1:
+            self.tokens = max(self.tokens, self.every.tokens(tokens)[0].shape[1])
+            self._pool("pooled", 0, tokens)
+            self.gram = self._gram(tokens)
+
+    def attend(self, layer: int, call: AttentionCall) -> None:
+        if layer in self.adds and call.branch.shape == self.before.shape:
+            after = self._ratio(self.before + self.found[layer].update(call.branch))
+            self._keep("attention_change", _log(after, self._ratio(self.before)))
+        call = self.every.record(call)
+        tokens, mask = self.every.tokens(call.branch)
+        self.causal = self.causal or call.causal or call.A.is_triangular
+        if call.A.shape[0] == len(tokens) and call.A.shape[-1] == call.A.shape[-2] == tokens.shape[1]:
+            for name, numbers in read_attention(call.A, mask).items():
+                self._keep(name, numbers)
+        weight, u = self.weights.get(layer), call.output
+        if weight is not None and (len(u), u.shape[1] * u.shape[3]) == (len(tokens), weight.shape[1]):
+            for name, numbers in read_heads(u, weight, mask).items():
+                self._keep(name, numbers)
+
+    def leave(self, layer: int, tokens: Tensor) -> None:
+        check_finite(tokens, metric="the residual stream", layer=self.depth)
+        (x, mask), (y, _) = self.every.tokens(self.before), self.every.tokens(tokens)
+        valid = valid_positions(mask, y)
+        self._keep("influence", influence(x, y, valid))
+        self._keep("change", _log(self._ratio(tokens), self._ratio(self.before)))
+        for name, numbers in read_norms(y, valid).items():
+            self._keep(name, numbers)
+        self._pool("pooled", self.depth, tokens)
+        gram, before = self._gram(tokens), self.gram
+        if gram.shape == before.shape and gram.numel():
+            self._keep("patch_drift", (gram - before).square().mean((-2, -1)).sqrt())
+        self.gram = gram
+
+    def final(self, layer: int, tokens: Tensor) -> None:
+        self._pool("embedding", 0, tokens)
+        self._keep("final_cosine", token_cosine(*self.every.tokens(tokens)), 0)
+
+    def result(self, profile: Iterable[MetricValue]) -> Readings:
+        """Means over samples, some of which the profile has; of the pooled tokens, how alike the samples are."""
+        if not self.kept:
+            raise AcutanceError("diagnose got no batches: pass an iterable with at least one")
+        by_name = defaultdict[str, dict[int, Tensor]](dict)
+        for (name, layer), parts in self.kept.items():
+            by_name[name][layer] = torch.cat(parts)
+        pooled = by_name.pop("pooled")
+        depth = max(pooled)
+        vectors = [pooled[layer] for layer in sorted(pooled)] + list(by_name.pop("embedding", {}).values())
+        stacked = {name: _by_layer(values, depth) for name, values in by_name.items() if name != "final_cosine"}
+        stacked["pooled_cosine"] = np.array([float(token_cosine(v[None])[0]) for v in vectors])
+        stacked["pooled_rank"] = np.array([float(effective_rank(v[None])[0]) for v in vectors])
+        for name, metric, tap in FROM_PROFILE:
+            found = {value.layer: value.mean for value in profile if (value.metric, value.tap) == (metric, tap)}
+            places = range(min(found, default=0), depth + 1)
+            stacked |= {name: np.array([found.get(place, np.nan) for place in places])} if found else {}
+        samples, channels = pooled[depth].shape
+        facts: dict[str, Any] = {"samples": samples, "channels": channels, "causal": self.causal, "images": self.images}
+        facts["tokens"] = self.tokens
+        facts["final_cosine"] = float(by_name["final_cosine"][0].mean()) if "final_cosine" in by_name else None
+        return Readings(stacked, facts)
+
+    def _keep(self, name: str, values: Tensor, layer: int | None = None) -> None:
+        self.kept[name, self.depth if layer is None else layer].append(values.detach().double().cpu())
+
+    def _pool(self, name: str, layer: int, tokens: Tensor) -> None:
+        tokens, mask = self.every.tokens(tokens)
+        self._keep(name, masked_mean(tokens.float().mT, valid_positions(mask, tokens).unsqueeze(-2)), layer)
+
+    def _ratio(self, tokens: Tensor) -> Tensor:
+        return hfc_lfc_spectral(*self.every.tokens(tokens))
+
+    def _gram(self, tokens: Tensor) -> Tensor:
+        """The patches' matrix of cosines; empty for what is no image."""
+        if not self.images or tokens.shape[1] > MOST_PATCHES:
+            return torch.empty(0)
+        tokens, mask = self.patches.tokens(tokens)
+        return patch_cosines(tokens, mask)
+
+
+def read(
+    model: nn.Module, batches: Iterable[Any], *others: Visitor, part: str | None = None, progress: bool = False
+) -> tuple[Readings, tuple[MetricValue, ...]]:
+    """The readings of a model, and those of its profile, from one pass that others may share."""
+    inside = sites.part_of(model, part)
+    with sites.cached_lookup(), torch.no_grad():
+        reader = Reader(inside)
+        metrics, taps = (METRICS, ["block", "attention"]) if reader.found else (TOKENS_ALONE, ["block"])
+        profile = MetricReader(metrics, taps, "in", inside)
+        walk(model, batches, profile, reader, *others, part=part, progress="diagnosing" if progress else None)
+    values = profile.readings()
+    return reader.result(values), values
+
+
+def influence(before: Tensor, after: Tensor, valid: Tensor) -> Tensor:
+    """1 − the mean cosine between what enters a block and what leaves it, per sample (arXiv 2403.03853)."""
+    if before.shape != after.shape:
+        return before.new_full((len(after),), torch.nan)
+    cosines = (unit_vectors(before.float()) * unit_vectors(after.float())).sum(-1)
+    return 1 - masked_mean(cosines, valid)
+
+
+def read_norms(tokens: Tensor, valid: Tensor) -> dict[str, Tensor]:
+    """The largest norm of a token over the median, and whether the first token has it; per sample."""
+    norms = torch.linalg.vector_norm(tokens.float(), dim=-1).masked_fill(~valid, torch.nan)
+    first = valid.int().argmax(-1)
+    largest = norms.nan_to_num(-1).max(-1)
+    return {
+        "norm_outlier": ratio(largest.values, norms.nanmedian(-1).values, at_zero=1.0),
+        "outlier_first": (largest.indices == first).float(),
+    }
+
+
+def read_attention(A: AttentionOperator, mask: Tensor | None) -> dict[str, Tensor]:
+    """What each head of A does (samples, heads), rows of padding left out; one block of rows at a time.
+
+    `evenness` is the rows' entropy over that of even attention, `own` the mean of A_ii, `first` and `top` the attention
+    that the first token and the most attended one get.
+    """
+    valid = valid_positions(mask, A.q[:, 0])
+    count = valid.sum(-1).clamp_min(1)[:, None]
+    received, sums = torch.zeros((), device=A.device), torch.zeros((), device=A.device)
+    for rows, weights in A.tiles():
+        weights = weights.float()
+        counted, seen = valid[:, None, rows], (weights > 0).sum(-1)
+        entropy = torch.special.entr(weights).sum(-1) / seen.clamp_min(2).log()
+        own = weights.diagonal(rows.start, -2, -1)
+        chooses = counted & (seen > 1)  # causal attention's first row has no choice
+        sums = sums + torch.stack([(x * chooses).sum(-1) for x in (entropy, own, torch.ones_like(own))])
+        received = received + (weights * counted.unsqueeze(-1)).sum(-2)
+    share = received / count.unsqueeze(-1)
+    evenness, kept, rows_counted = sums.unbind()
+    return {
+        "evenness": ratio(evenness, rows_counted, at_zero=torch.nan),
+        "own": ratio(kept, rows_counted, at_zero=torch.nan),
+        "first": share.gather(-1, valid.int().argmax(-1)[:, None, None].expand(-1, share.shape[1], 1))[..., 0],
+        "top": share.amax(-1),
+    }
+
+
+def read_heads(output: Tensor, weight: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    """What the heads add to the stream (samples, heads): `head_share` of its norm, `head_twin` the largest cosine.
+
+    Head h adds y_h = W_h u_h, with W_h its columns of W_proj. The products of all pairs are Σ (u_h u_kᵀ) ⊙ (W_hᵀ W_k),
+    so no y_h is formed.
+    """
+    u = output.float()
+    if mask is not None:
+        u = u.masked_fill(~mask[:, None, :, None], 0)
+    heads, width = u.shape[1], u.shape[3]
+    channels = u.transpose(1, 2).flatten(2)
+    products = (channels.mT @ channels) * (weight.float().mT @ weight.float())
+    gram = products.unflatten(-1, (heads, width)).sum(-1).unflatten(-2, (heads, width)).sum(-2)
+    norms = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
+    cosines = ratio(gram, norms.unsqueeze(-1) * norms.unsqueeze(-2)).abs()
+    cosines = cosines.masked_fill(torch.eye(heads, dtype=torch.bool, device=u.device), 0)
+    return {"head_share": ratio(norms, norms.mean(-1, keepdim=True)), "head_twin": cosines.amax(-1)}
+
+
+def patch_cosines(tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """The cosines of all pairs of patches (samples, patches, patches), 0 where one is padding."""
+    unit = unit_vectors(tokens.float()).masked_fill(~valid_positions(mask, tokens).unsqueeze(-1), 0)
+    return unit @ unit.mT
+
+
+def _log(after: Tensor, before: Tensor) -> Tensor:
+    return torch.where(after == before, 0.0, torch.log(after / before))
+
+
+def _by_layer(values: Mapping[int, Tensor], depth: int) -> Numbers:
+    """Means over samples by layer (depth, …); NaN where a layer was not read, or has fewer heads than another."""
+    means = {layer: value.nanmean(0).numpy() for layer, value in values.items()}
+    width = max((mean.size for mean in means.values()), default=1)
+    table = np.full((depth, width), np.nan)
+    for layer, mean in means.items():
+        table[layer - 1, : mean.size] = mean
+    return table if any(mean.ndim for mean in means.values()) else table[:, 0]
