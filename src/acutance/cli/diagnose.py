@@ -29,8 +29,7 @@ def diagnose(
     usual = {"device": "auto"}
     given = {name: value for name, value in named.items() if value not in (None, usual.get(name))}
     command = " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given.items())
-    name = shlex.quote(loaded.name)
-    found = ac.diagnose(loaded.model, batches, part=part, name=name, data=batches.description, options=command)
+    found = ac.diagnose(loaded.model, batches, part=part, name=loaded.name, data=batches.description, options=command)
     console.print(found)
     write(json_path, found.save)
     write(html_path, found.to_html)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import textwrap
 import warnings
 from collections.abc import Iterable, Mapping
@@ -144,7 +145,7 @@ def diagnose(
         context["weights"] = f"not read: {error}"
     found = findings(readings)
     usual = "--images DIR" if readings.facts["images"] else "--text FILE"
-    given = {"model": name or "MODEL", "data": usual if options is None else options}
+    given = {"model": shlex.quote(name or "MODEL"), "data": usual if options is None else options}
     advised = tuple(replace(finding, advice=finding.advice.format(**given).strip()) for finding in found)
     return Diagnosis(headline(readings, found), advised, Profile(values, context), spectrum, readings, context)
 

@@ -29,7 +29,6 @@ NOTICED = {
     "idle heads": 0.95,
     "attention to itself": 0.5,
     "even attention": 0.985,
-    "smoothing weights": 0.1,
 }
 
 
@@ -51,6 +50,11 @@ def findings(readings: Readings) -> list[Finding]:
     return sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity))[:MOST]
 
 
+def is_alarm(finding: Finding) -> bool:
+    """Whether it says that something is wrong, or notable: tokens that grow alike a little are neither."""
+    return finding.name != "tokens alike" or finding.severity != "note"
+
+
 def score(name: str, readings: Readings) -> Numbers:
     """The score of a detector per layer; NaN where it has nothing to go by."""
     needed, of = SCORES[name]
@@ -59,7 +63,7 @@ def score(name: str, readings: Readings) -> Numbers:
 
 NONE: Numbers = np.full(1, np.nan)
 SCORES: dict[str, tuple[Sequence[str], Callable[[Readings], Numbers]]] = {
-    "tokens alike": (("cosine",), lambda r: r["cosine"][1:]),
+    "tokens alike": (("cosine",), lambda r: r["cosine"][-1:]),
     "constant attention branch": (("branch_residual",), lambda r: 1 - r["branch_residual"]),
     "embeddings alike": (("pooled_cosine",), lambda r: r["pooled_cosine"][-1:] if enough(r, "samples") else NONE),
     "attention sink": (("top",), lambda r: heads_mean(r["top"]) if enough(r, "tokens") else NONE),
@@ -123,7 +127,7 @@ def tokens_alike(r: Readings) -> Finding | None:
 
 def where_it_rose(cosine: Numbers) -> tuple[int, ...]:
     """The fewest layers that make up half of all that the cosine rose."""
-    rises = np.maximum(np.diff(cosine), 0)
+    rises = np.maximum(np.diff(cosine), 0).round(6)  # equal steps by depth
     order = np.argsort(-rises, kind="stable")
     count = int(np.searchsorted(np.cumsum(rises[order]), rises.sum() / 2)) + 1
     return tuple(sorted(int(layer) + 1 for layer in order[:count]))
@@ -149,12 +153,11 @@ def constant_branch(r: Readings) -> Finding | None:
     if 2 * len(layers) < np.isfinite(scores).sum() or not layers:
         return None
     most = float(np.nanmedian(scores))
-    severity: Severity = "severe" if most > 0.98 else "warning"
     evidence = f"{named(layers)}: {most:.0%} of what attention adds is the same for all tokens (median)"
     meaning = (
         "Attention averages over all tokens. At the start of training this slows it; after it, attention is unused."
     )
-    return Finding(name, severity, layers, evidence, meaning, "acutance mitigate {model} attnscale {data}")
+    return Finding(name, "warning", layers, evidence, meaning, "acutance mitigate {model} attnscale {data}")
 
 
 def embeddings_alike(r: Readings) -> Finding | None:

@@ -18,11 +18,17 @@ from acutance.errors import AcutanceError, NoSitesError
 from acutance.measure.profile import MetricValue
 from acutance.measure.reader import MetricReader
 from acutance.measure.walk import EVERY, Batch, Visitor, walk
-from acutance.metrics import check_finite, effective_rank, hfc_lfc_spectral, token_cosine, unit_vectors
+from acutance.metrics import (
+    attention_cosine,
+    check_finite,
+    effective_rank,
+    hfc_lfc_spectral,
+    token_cosine,
+    unit_vectors,
+)
 from acutance.metrics.sums import masked_mean, ratio, valid_positions
 
-METRICS = ("token_cosine", "hfc_lfc_spectral", "rank_residual", "attention_entropy", "attention_cosine")
-TOKENS_ALONE = METRICS[:3]
+METRICS = ("token_cosine", "hfc_lfc_spectral", "rank_residual")
 FROM_PROFILE = (("cosine", "token_cosine", "block"), ("branch_residual", "rank_residual", "attention"))
 MOST_PATCHES = 1024  # whose matrix of cosines is formed
 
@@ -71,10 +77,12 @@ class Reader(Visitor):
         self.tokens = 0  # of the longest sample
 
     def begin(self, batch: Batch) -> None:
-        self.every, self.patches = batch.samples("in").refuse_empty(), batch.samples("out")
         fed = batch.fed
         self.images = fed.ndim == 4 if isinstance(fed, Tensor) else "pixel_values" in fed
+        self.every = batch.samples("in").refuse_empty()
+        self.patches = batch.samples("out") if self.images and self.found else self.every
         self.depth, self.before, self.gram = 0, torch.empty(0), torch.empty(0)
+        self.attention: AttentionOperator | None = None  # of the layer before
 
     def enter(self, layer: int, tokens: Tensor) -> None:
         self.depth, self.before = self.depth + 1, tokens
@@ -87,12 +95,18 @@ class Reader(Visitor):
         if layer in self.adds and call.branch.shape == self.before.shape:
             after = self._ratio(self.before + self.found[layer].update(call.branch))
             self._keep("attention_change", _log(after, self._ratio(self.before)))
+        if call.refusal is not None or call.A.shape[0] != len(self.before):  # no operator, or one of windows
+            return
         call = self.every.record(call)
         tokens, mask = self.every.tokens(call.branch)
-        self.causal = self.causal or call.causal or call.A.is_triangular
-        if call.A.shape[0] == len(tokens) and call.A.shape[-1] == call.A.shape[-2] == tokens.shape[1]:
-            for name, numbers in read_attention(call.A, mask).items():
+        A, previous = call.A, self.attention
+        self.causal = self.causal or A.is_triangular
+        if A.shape[-1] == A.shape[-2] == tokens.shape[1]:
+            for name, numbers in read_attention(A, mask).items():
                 self._keep(name, numbers)
+            if previous is not None and previous.shape == A.shape:
+                self._keep("attention_cosine", attention_cosine(previous, A, mask).mean(-1))
+            self.attention = A
         weight, u = self.weights.get(layer), call.output
         if weight is not None and (len(u), u.shape[1] * u.shape[3]) == (len(tokens), weight.shape[1]):
             for name, numbers in read_heads(u, weight, mask).items():
@@ -109,7 +123,8 @@ class Reader(Visitor):
         self._pool("pooled", self.depth, tokens)
         gram, before = self._gram(tokens), self.gram
         if gram.shape == before.shape and gram.numel():
-            self._keep("patch_drift", (gram - before).square().mean((-2, -1)).sqrt())
+            count = gram.diagonal(dim1=-2, dim2=-1).sum(-1)  # of patches, each of cosine 1 with itself
+            self._keep("patch_drift", (gram - before).square().sum((-2, -1)).sqrt() / count.clamp_min(1))
         self.gram = gram
 
     def final(self, layer: int, tokens: Tensor) -> None:
@@ -164,8 +179,7 @@ def read(
     inside = sites.part_of(model, part)
     with sites.cached_lookup(), torch.no_grad():
         reader = Reader(inside)
-        metrics, taps = (METRICS, ["block", "attention"]) if reader.found else (TOKENS_ALONE, ["block"])
-        profile = MetricReader(metrics, taps, "in", inside)
+        profile = MetricReader(METRICS, ["block", "attention"] if reader.found else "block", "in", inside)
         walk(model, batches, profile, reader, *others, part=part, progress="diagnosing" if progress else None)
     values = profile.readings()
     return reader.result(values), values
