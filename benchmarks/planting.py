@@ -197,6 +197,8 @@ def rows_of(
 
     plain = row("", 0.0)
     yield plain
+    if sites.record(model):  # it carries a mitigation, beside which none can be planted: it shows that nothing is found
+        return
     for fault, (_, doses, _, has) in FAULTS.items():
         if name in has.split() or only not in fault or (fault.startswith("patches") and plain["reads"] == "text"):
             continue

@@ -2,7 +2,7 @@
 
 import shlex
 from dataclasses import fields
-from typing import Annotated
+from typing import Annotated, Any
 
 import acutance as ac
 from acutance.cli.options import HTML, JSON, DataOptions, Model, Part, console, option, spread, write
@@ -14,6 +14,8 @@ def diagnose(
     options: DataOptions,
     data: Annotated[str | None, option("Read the digits, or a run's own test data.")] = None,
     part: Part = None,
+    prune: Annotated[int, option("Also leave out so many layers, and measure what that costs.", min=0)] = 0,
+    quality: Annotated[str | None, option("What to measure: accuracy, perplexity …, or a module:function.")] = None,
     json_path: JSON = None,
     html_path: HTML = None,
 ) -> None:
@@ -23,13 +25,14 @@ def diagnose(
 
     acutance diagnose acutance-demo/plain-seed0 --html diagnosis.html
     """
-    loaded = options.load(model)
+    loaded = options.load(model, head=True)
     batches = options.batches(loaded, data)
     named = {"part": part} | {field.name: getattr(options, field.name) for field in fields(options)}
     usual = {"device": "auto"}
     given = {name: value for name, value in named.items() if value not in (None, usual.get(name))}
     command = " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given.items())
-    found = ac.diagnose(loaded.model, batches, part=part, name=loaded.name, data=batches.description, options=command)
+    about: dict[str, Any] = {"name": loaded.name, "data": batches.description, "options": command}
+    found = ac.diagnose(loaded.model, batches, part=part, remove=prune, quality=quality, **about)
     console.print(found)
     write(json_path, found.save)
     write(html_path, found.to_html)

@@ -5,7 +5,7 @@ import re
 import shlex
 import textwrap
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
@@ -17,6 +17,7 @@ from rich.text import Text
 from torch import nn
 
 from acutance.diagnose.findings import SEVERITIES, Finding, Severity, findings, named
+from acutance.diagnose.prune import Removal, prune
 from acutance.diagnose.readings import Numbers, Readings, read
 from acutance.errors import AcutanceError, AcutanceWarning
 from acutance.explain.read import explain
@@ -42,6 +43,7 @@ class Diagnosis(Result):
     spectrum: Spectrum | None  # of the weights; None where they are not known
     readings: Readings
     context: Mapping[str, Any]
+    removals: tuple[Removal, ...] = ()  # the layers that could go, by themselves and together, if that was asked for
 
     @property
     def severity(self) -> Severity:
@@ -73,6 +75,8 @@ class Diagnosis(Result):
             glued = re.sub(r"(--\S+) ", "\\1\0", finding.advice)  # an option and its value stay together
             command = " \\\n             ".join(_lines(glued, width - 15)).replace("\0", " ")
             yield Text(f"{'try':>8} {command}", style="green")
+        for removal in self.removals:
+            yield Text("\n".join(_lines(str(removal), width)))
 
     def __str__(self) -> str:
         console = Console(width=WIDTH, no_color=True)
@@ -97,6 +101,7 @@ class Diagnosis(Result):
             "profile": self.profile.to_dict(),
             "spectrum": None if self.spectrum is None else self.spectrum.to_dict(),
             "readings": {"curves": curves, "facts": dict(self.readings.facts)},
+            "removals": [asdict(removal) for removal in self.removals],
         }
 
     @classmethod
@@ -106,7 +111,8 @@ class Diagnosis(Result):
         curves = {name: np.array(curve, np.float64) for name, curve in body["readings"]["curves"].items()}
         readings = Readings(curves, body["readings"]["facts"])
         profile = Profile.from_dict(body["profile"])
-        return cls(body["headline"], tuple(found), profile, spectrum, readings, body["context"])
+        removals = tuple(Removal(**row | {"layers": tuple(row["layers"])}) for row in body["removals"])
+        return cls(body["headline"], tuple(found), profile, spectrum, readings, body["context"], removals)
 
 
 def diagnose(
@@ -114,6 +120,8 @@ def diagnose(
     batches: Iterable[Any],
     *,
     part: str | None = None,
+    remove: int = 0,
+    quality: Any = None,
     progress: bool = True,
     name: str | None = None,
     data: str | None = None,
@@ -127,12 +135,17 @@ def diagnose(
         model: any model `acutance.sites.find` knows; of others, the tokens alone.
         batches: as `measure` takes them. Some dozens of samples are enough.
         part: path of the submodule to read, if a model has several stacks of layers, e.g. `model.encoder`.
+        remove: leave out so many layers, those that change their input least, and measure what that costs. The batches
+            are then a list, which is read several times.
+        quality: what is measured then, as `acutance.diagnose.quality.objective_of` takes it; by default what fits.
         progress: show progress bars.
         name: what the model is called on the command line, and in the advice; `MODEL` stands for it otherwise.
         data: what the batches are, in words.
         options: what gives these batches on the command line, and in the advice.
     """
     bare = bare_module(model)
+    if remove and not isinstance(batches, Sequence):
+        raise AcutanceError("layers are left out one by one, each time reading all batches: pass a list of them")
     readings, values = read(bare, batches, part=part, progress=progress)
     context = describe(bare, part) | {"samples": readings.facts["samples"], "prefix": "special tokens in"}
     context |= {key: value for key, value in (("name", name), ("data", data)) if value is not None}
@@ -147,7 +160,10 @@ def diagnose(
     usual = "--images DIR" if readings.facts["images"] else "--text FILE"
     given = {"model": shlex.quote(name or "MODEL"), "data": usual if options is None else options}
     advised = tuple(replace(finding, advice=finding.advice.format(**given).strip()) for finding in found)
-    return Diagnosis(headline(readings, found), advised, Profile(values, context), spectrum, readings, context)
+    profile, removals = Profile(values, context), tuple[Removal, ...]()
+    if remove and isinstance(batches, Sequence):
+        removals = prune(bare, batches, readings["influence"], remove, part=part, quality=quality)
+    return Diagnosis(headline(readings, found), advised, profile, spectrum, readings, context, removals)
 
 
 def headline(r: Readings, found: Iterable[Finding]) -> str:
