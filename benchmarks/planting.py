@@ -54,6 +54,7 @@ FAULTS = {
     "a head that adds less": Fault("idle heads", (0.5, 0.8, 0.98), "middle"),
     "a head made another's twin": Fault("idle heads", (0.5, 0.8, 0.95), "middle"),
     "logits of the token itself": Fault("attention to itself", (2, 4, 8), "every"),
+    "W_proj turned to W_V's transpose": Fault("smoothing weights", (0.3, 0.6, 0.9), "every", "smollm2"),
     "queries made shorter": Fault("even attention", (0.5, 0.8, 0.98), "every"),
 }
 
@@ -114,6 +115,12 @@ def planted(model: nn.Module, fault: str, dose: float) -> Iterator[None]:
     two = [layer for layer in (middle, middle + 1) if layer <= len(found)]  # ALBERT's layers are one
     layers = {"every": None, "two": two, "middle": [middle], "last": [len(found)]}[where]
     changed: list[tuple[Tensor, Tensor]] = []
+    if fault.startswith("W_proj"):  # so that H = W_proj W_V has positive eigenvalues
+        for site in found:
+            weight, value = site.projection_weight(), site.value_weight()
+            changed.append((weight, weight.detach().clone()))
+            with torch.no_grad():
+                weight.lerp_(value.T * weight.norm() / value.norm(), dose)
     if fault == "a head made another's twin":  # which also needs the other's columns of W_proj
         site = found[middle - 1]
         columns = site.projections().output.matrix().unflatten(1, (site.heads, -1))

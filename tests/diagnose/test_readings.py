@@ -111,6 +111,13 @@ def test_curves_are_those_of_the_hidden_states():
     assert readings["cosine"].tolist() == [
         value.mean for value in profile if (value.tap, value.metric) == ("block", "token_cosine")
     ]
+    for layer, block in enumerate(model.blocks):  # what even attention would do to a mean token of random direction
+        W_V, W_proj, gain = block.attn.qkv.weight[48:], block.attn.proj.weight, block.norm1.weight
+        H = (W_proj @ W_V @ torch.diag(gain)).detach()
+        x = states[layer] - states[layer].mean(-1, keepdim=True)
+        s = (1 / x.square().mean(-1).sqrt()).mean()
+        square = 1 + 2 * s * H.trace() / 24 + s**2 * H.square().sum() / 24
+        assert readings["tendency"][layer] == pytest.approx(float(-square.log() / 2), rel=1e-5)
     facts = {"samples": 6, "tokens": 17, "channels": 24, "causal": False, "images": True}
     assert facts.items() <= readings.facts.items()
 

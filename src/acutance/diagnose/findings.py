@@ -29,6 +29,7 @@ NOTICED = {
     "idle heads": 0.95,
     "attention to itself": 0.5,
     "even attention": 0.985,
+    "smoothing weights": 0.2,
 }
 
 
@@ -73,6 +74,7 @@ SCORES: dict[str, tuple[Sequence[str], Callable[[Readings], Numbers]]] = {
     "idle heads": (("head_share", "head_twin"), lambda r: np.nanmax(idle_heads(r), axis=1)),
     "attention to itself": (("own",), lambda r: heads_mean(r["own"])),
     "even attention": (("evenness",), lambda r: heads_mean(r["evenness"])),
+    "smoothing weights": (("tendency",), lambda r: -r["tendency"]),
 }
 
 
@@ -282,6 +284,22 @@ def even_attention(r: Readings) -> Finding | None:
     return Finding(name, severity, layers, evidence, meaning, "acutance mitigate {model} attnscale {data}")
 
 
+def smoothing_weights(r: Readings) -> Finding | None:
+    """W_V and W_proj amplify what the tokens share: what one step of even attention would do to log HFC/LFC."""
+    name = "smoothing weights"
+    layers = noticed(name, r)
+    if 2 * len(layers) < np.isfinite(score(name, r)).sum() or not layers:
+        return None
+    places = np.array(layers) - 1
+    evidence = (
+        f"{named(layers)}: under even attention log HFC/LFC would change by {r['tendency'][places].mean():.2f} a layer"
+    )
+    if "attention_change" in r:
+        evidence += f"; measured across the attention: {np.nanmean(r['attention_change'][places]):+.2f}"
+    meaning = "W_V and W_proj amplify what the tokens share. That is a tendency: what attention does to it, data tell."
+    return Finding(name, "note", layers, evidence, meaning, "acutance explain {model}")
+
+
 DETECTORS: dict[str, Callable[[Readings], Finding | None]] = {
     "tokens alike": tokens_alike,
     "constant attention branch": constant_branch,
@@ -293,6 +311,7 @@ DETECTORS: dict[str, Callable[[Readings], Finding | None]] = {
     "idle heads": idle_head_finding,
     "attention to itself": attention_to_itself,
     "even attention": even_attention,
+    "smoothing weights": smoothing_weights,
 }
 
 

@@ -15,6 +15,7 @@ from acutance import sites
 from acutance.attention import AttentionCall
 from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, NoSitesError
+from acutance.explain.weights import factors, whole_factors
 from acutance.measure.profile import MetricValue
 from acutance.measure.reader import MetricReader
 from acutance.measure.walk import EVERY, Batch, Visitor, walk
@@ -63,12 +64,15 @@ class Reader(Visitor):
             self.found = {layer: site for site, layer in sites.layers_of(model)}
             self.needs["attend"] = EVERY
         self.weights: dict[int, Tensor] = {}  # W_proj, where it is known
+        self.norms: dict[int, nn.Module | None] = {}  # before the attention, where H is known
+        self.means: dict[int, tuple[float, float]] = {}  # tr H/d and ‖H‖²_F/d there
         self.adds: set[int] = set()  # layers of which it is known what the branch adds to the stream
         for layer, site in self.found.items():
             with suppress(AcutanceError):  # asked for now: a site may try its block on random tokens
                 self.weights[layer] = site.projection_weight()
                 site.update(torch.zeros(1, 1, site.dim, device=self.weights[layer].device))
                 self.adds.add(layer)
+                self.means[layer], self.norms[layer] = means_of(site), site.pre_norm()
         with suppress(AcutanceError):
             sites.final_norm(model)
             self.needs["final"] = EVERY
@@ -98,6 +102,11 @@ class Reader(Visitor):
         if call.refusal is not None or call.A.shape[0] != len(self.before):  # no operator, or one of windows
             return
         call = self.every.record(call)
+        if (norm := self.norms.get(layer)) is not None:
+            self._keep("scale", inverse_size(norm, *self.every.tokens(self.before)))
+        if layer in self.means:
+            for name, number in zip(("mean", "power"), self.means[layer], strict=True):
+                self._keep(name, torch.tensor([number]))
         tokens, mask = self.every.tokens(call.branch)
         A, previous = call.A, self.attention
         self.causal = self.causal or A.is_triangular
@@ -144,6 +153,10 @@ class Reader(Visitor):
         stacked = {name: _by_layer(values, depth) for name, values in by_name.items() if name != "final_cosine"}
         stacked["pooled_cosine"] = np.array([float(token_cosine(v[None])[0]) for v in vectors])
         stacked["pooled_rank"] = np.array([float(effective_rank(v[None])[0]) for v in vectors])
+        if "mean" in stacked:
+            scale = np.nan_to_num(stacked.pop("scale", np.ones(depth)), nan=1.0)
+            square = 1 + 2 * scale * stacked.pop("mean") + scale**2 * stacked.pop("power")
+            stacked["tendency"] = -np.log(np.maximum(square, 1e-12)) / 2
         for name, metric, tap in FROM_PROFILE:
             found = {value.layer: value.mean for value in profile if (value.metric, value.tap) == (metric, tap)}
             places = range(min(found, default=0), depth + 1)
@@ -183,6 +196,21 @@ def read(
         walk(model, batches, profile, reader, *others, part=part, progress="diagnosing" if progress else None)
     values = profile.readings()
     return reader.result(values), values
+
+
+def means_of(site: sites.AttentionSite) -> tuple[float, float]:
+    """tr H/d and ‖H‖²_F/d of one layer, with the pre-norm's weight in H."""
+    value, projection, _ = factors(site)
+    left, right = whole_factors(value, projection)
+    square = ((left.mT @ left) * (right @ right.mT)).sum()
+    return float((left * right.mT).sum()) / len(left), float(square) / len(left)
+
+
+def inverse_size(norm: nn.Module, tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """The mean over tokens of 1/σ, by which a norm multiplies them, per sample."""
+    x = tokens if "rms" in type(norm).__name__.lower() else tokens - tokens.mean(-1, keepdim=True)
+    sizes = x.double().square().mean(-1).sqrt().clamp_min(torch.finfo(torch.float32).eps)
+    return masked_mean(1 / sizes, valid_positions(mask, tokens))
 
 
 def influence(before: Tensor, after: Tensor, valid: Tensor) -> Tensor:
