@@ -23,15 +23,16 @@ from torch import Tensor, nn
 import acutance as ac
 from acutance import sites
 from acutance.attention import AttentionCall
-from acutance.diagnose.findings import NOTICED, findings, is_alarm, score
+from acutance.diagnose.findings import DETECTORS, findings, is_alarm, score
 from acutance.diagnose.readings import Readings, read
 from acutance.lab.bench.results import Row, command, write_rows
+from acutance.lab.files import finite
 from acutance.lab.train.provenance import made
 from acutance.mitigations import Mitigation
 
 EVIDENCE = Path(__file__).parents[1] / "docs" / "evidence" / "diagnose"
 SAMPLES, TOKENS, CHOSEN = 16, 64, 3  # read of each model; and which token becomes an outlier
-HALVES = ("choose", "try")
+SAID: list[dict[str, Any]] = []  # what `diagnose` says of the real models as they are
 
 
 class Fault(NamedTuple):
@@ -173,6 +174,9 @@ def real_models(given: Sequence[str]) -> Iterator[tuple[str, str, nn.Module, Seq
             else next(iter(loaded.data.values()))(data_dir=None, batch=32, limit=4 * SAMPLES)
         )
         yield half, name, loaded.model, batches
+        said = ac.diagnose(loaded.model, batches, name=place, data=batches.description, progress=False)
+        found = [{"name": f.name, "severity": f.severity, "evidence": f.evidence} for f in said.findings]
+        SAID.append({"model": name, "data": batches.description, "headline": said.headline, "findings": found})
 
 
 def kept_readings(path: Path, model: nn.Module, batches: Sequence[Any]) -> Readings:
@@ -194,7 +198,7 @@ def rows_of(
         readings = kept_readings(keep / f"{name} {fault} {dose:g}.npz", model, batches)
         found = {finding.name: finding for finding in findings(readings)}
         scores = {
-            f"score: {detector}": float(np.nanmax(score(detector, readings), initial=-np.inf)) for detector in NOTICED
+            f"score: {detector}": float(np.nanmax(score(detector, readings), initial=-np.inf)) for detector in DETECTORS
         }
         names = {"found": "; ".join(found), "alarms": "; ".join(n for n, f in found.items() if is_alarm(f))}
         images = "images" if readings.facts["images"] else "text"
@@ -214,6 +218,16 @@ def rows_of(
                 yield row(fault, dose)
 
 
+def separated(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """By finding: of the models to choose from, the highest score without, and the lowest at its last dose."""
+    chosen, found = [row for row in rows if row["half"] == "choose"], {}
+    for fault, (name, doses, _, has) in FAULTS.items():
+        free = [row[f"score: {name}"] for row in chosen if not row["fault"] and row["model"] not in has.split()]
+        faulty = [row[f"score: {name}"] for row in chosen if (row["fault"], row["dose"]) == (fault, doses[-1])]
+        found[f"{name}: {fault}"] = [max(free, default=-np.inf), min(faulty, default=np.inf)]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("real", nargs="*", help="HALF:NAME=MODEL, with @TEXT if it reads text")
@@ -231,8 +245,14 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     texts = [{key: f"{x:.4g}" if isinstance(x, float) else x for key, x in row.items()} for row in rows]
     write_rows(arguments.out / "planting.csv", texts, {})
-    about = {"command": command("benchmarks/planting.py", sys.argv[1:], without="--out"), "thresholds": NOTICED}
-    about |= {"faults": {name: fault._asdict() for name, fault in FAULTS.items()}, "samples": SAMPLES, "seed": 0}
+    about = {
+        "command": command("benchmarks/planting.py", sys.argv[1:], without="--out"),
+        "samples": SAMPLES,
+        "seed": 0,
+        "thresholds": {name: known.threshold for name, known in DETECTORS.items()},
+    }
+    about |= {"faults": {name: fault._asdict() for name, fault in FAULTS.items()}}
+    about |= {"separated": finite(separated(rows)), "said": SAID}
     text = json.dumps({**made("read"), **about}, indent=1, ensure_ascii=False)
     (arguments.out / "planting.json").write_text(text, encoding="utf-8")
 

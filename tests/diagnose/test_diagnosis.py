@@ -12,7 +12,7 @@ from torch import nn
 import acutance as ac
 from acutance import __main__ as command_line
 from acutance.diagnose import Diagnosis
-from acutance.diagnose.findings import DETECTORS
+from acutance.diagnose.findings import DETECTORS, detect
 from acutance.diagnose.readings import Readings
 from acutance.errors import AcutanceError
 from sites.tiny_models import left_alone
@@ -81,8 +81,9 @@ def every_advice() -> dict[str, str]:
     curves = {"cosine": np.linspace(0, 1, 5), "branch_residual": np.zeros(4), "pooled_cosine": np.ones(5)}
     curves |= {"pooled_rank": np.ones(5), "norm_outlier": np.full(4, 9.0), "outlier_first": np.zeros(4)}
     curves |= {"patch_drift": np.array([0.1, 0.1, 0.9, 0.1]), "influence": np.zeros(4)}
+    curves |= {"tendency": -np.ones(4)}
     facts = {"samples": 9, "tokens": 9, "causal": False, "images": True}
-    found = [detect(Readings({**curves, **heads}, facts)) for detect in DETECTORS.values()]
+    found = [detect(name, Readings({**curves, **heads}, facts)) for name in DETECTORS]
     return {finding.name: finding.advice for finding in found}
 
 

@@ -91,7 +91,7 @@ def test_too_little_data_and_unread_attention_are_no_finding(healthy):
 
 
 def test_where_the_cosine_rose():
-    assert where_it_rose(np.array([0.1, 0.5, 0.4, 0.5, 0.6])) == (1,)
-    assert where_it_rose(np.array([0.1, 0.2, 0.3, 0.4, 0.5])) == (1, 2)
+    assert where_it_rose(Readings({"cosine": np.array([0.1, 0.5, 0.4, 0.5, 0.6])}, {})) == (1,)
+    assert where_it_rose(Readings({"cosine": np.array([0.1, 0.2, 0.3, 0.4, 0.5])}, {})) == (1, 2)
     assert named([3]) == "layer 3"
     assert named([1, 2, 3, 7, 9, 10]) == "layers 1-3, 7, 9-10"

@@ -16,7 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 from torch import nn
 
-from acutance.diagnose.findings import SEVERITIES, Finding, Severity, findings, named
+from acutance.diagnose.findings import SEVERITIES, Finding, Severity, by_part, findings, named
 from acutance.diagnose.prune import Removal, prune
 from acutance.diagnose.readings import Numbers, Readings, read
 from acutance.errors import AcutanceError, AcutanceWarning
@@ -180,8 +180,10 @@ def headline(r: Readings, found: Iterable[Finding]) -> str:
         first = f"No over-smoothing (mean cosine of tokens {end:.2f} after the last of {r.layers} layers)"
     else:
         how = "Tokens grow alike" if alike.severity == "note" else "Over-smoothing: tokens grow alike"
-        rose = f"{how} (mean cosine {start:.2f} to {end:.2f}), mostly in {named(alike.layers)}"
-        first = rose if end - start >= 0.1 else f"Tokens are alike from the start (mean cosine {start:.2f})"
+        where = f"mostly in {named(alike.layers)}{by_part(r, alike.layers)}"
+        first = f"{how} (mean cosine {start:.2f} to {end:.2f}), {where}"
+        if end - start < 0.1:
+            first = f"Tokens are alike from the start (mean cosine {start:.2f})"
         if alike.severity == "note":
             first += "; by itself that is no fault"
     others = [name for name in wrong if name != "tokens alike"]
