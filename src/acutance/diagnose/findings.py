@@ -112,7 +112,7 @@ def tokens_alike(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
     meaning = "The layers bring the tokens together: over-smoothing, if what is lost was needed."
     if end - start < 0.1:
         where, meaning = f"{start:.2f} before layer 1", "The tokens are alike before the first layer."
-    severity: Severity = "note" if end < 0.9 else "warning" if end < 0.98 else "severe"
+    severity: Severity = "note" if end < 0.8 else "warning" if end < 0.95 else "severe"
     if severity == "note":
         meaning = "Trained models that work well reach this too. Whether a remedy gains quality, a sweep tells."
     return severity, f"mean cosine of tokens {end:.2f} after the last layer; {where}", meaning, SWEEP
@@ -226,7 +226,7 @@ def idleness(r: Readings) -> Numbers:
     return np.fmax(1 - r["head_share"], r["head_twin"])
 
 
-@detector("idle heads", 0.95, "head_share head_twin", lambda r: np.nan_to_num(idleness(r), nan=-np.inf).max(1))
+@detector("idle heads", 0.955, "head_share head_twin", lambda r: np.nan_to_num(idleness(r), nan=-np.inf).max(1))
 def idle_heads(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
     """Heads that add nothing, or what another head adds."""
     threshold = DETECTORS["idle heads"].threshold
@@ -237,7 +237,7 @@ def idle_heads(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
     return "warning" if 8 * count >= every else "note", evidence, meaning, MEASURE + "--metrics head_cosine"
 
 
-@detector("attention to itself", 0.5, "own", lambda r: heads_mean(r["own"]))
+@detector("attention to itself", 0.42, "own", lambda r: heads_mean(r["own"]))
 def attention_to_itself(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
     """Tokens attend to themselves."""
     evidence = f"{named(layers)}: a token gives {scores.mean():.0%} of its attention to itself"
@@ -252,7 +252,7 @@ def even_attention(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Tol
     return in_most(r, layers), evidence, "Attention does not choose: it hands every token the mean of all.", SWEEP
 
 
-@detector("smoothing weights", 0.2, "tendency", lambda r: -r["tendency"], least=0.5)
+@detector("smoothing weights", 0.14, "tendency", lambda r: -r["tendency"], least=0.5)
 def smoothing_weights(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
     """W_V and W_proj amplify what the tokens share: what one step of even attention would do to log HFC/LFC."""
     evidence = f"{named(layers)}: under even attention log HFC/LFC would change by {-scores.mean():+.2f} a layer"
@@ -269,7 +269,7 @@ def in_most(r: Readings, layers: Sequence[int]) -> Severity:
 
 def last_alone(r: Readings, value: float) -> Numbers:
     """The value at the last layer, NaN at all others."""
-    return np.r_[np.full(r.layers - 1, np.nan), value]
+    return np.append(np.full(r.layers - 1, np.nan), value)
 
 
 def heads_mean(values: Numbers) -> Numbers:
