@@ -183,7 +183,7 @@ def real_models(given: Sequence[str]) -> Iterator[tuple[str, str, nn.Module, Seq
 def kept_readings(path: Path, model: nn.Module, batches: Sequence[Any]) -> Readings:
     """Readings that were kept here, so that thresholds can be tried without reading anew; else they are made."""
     if not path.exists():
-        readings, _ = read(model, batches)
+        readings, *_ = read(model, batches)
         path.parent.mkdir(parents=True, exist_ok=True)
         np.savez(path, facts=json.dumps(readings.facts), **readings.curves)
     with np.load(path) as found:

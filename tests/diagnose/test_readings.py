@@ -95,7 +95,7 @@ def test_curves_are_those_of_the_hidden_states():
         model(images)
     for hook in hooks:
         hook.remove()
-    readings, profile = read(model, images.split(4))
+    readings, profile, _ = read(model, images.split(4))
     pooled = [state.mean(1).numpy() for state in states]
     for layer, vectors in enumerate(pooled):
         unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -118,6 +118,10 @@ def test_curves_are_those_of_the_hidden_states():
         s = (1 / x.square().mean(-1).sqrt()).mean()
         square = 1 + 2 * s * H.trace() / 24 + s**2 * H.square().sum() / 24
         assert readings["tendency"][layer] == pytest.approx(float(-square.log() / 2), rel=1e-5)
+    for layer in ac.explain(model, images.split(4), progress=False).layers:
+        assert readings["tendency"][layer.layer - 1] == pytest.approx(layer.tendency, rel=1e-6)
+        for part, change in layer.change.parts.items():
+            assert readings[f"change by {part}"][layer.layer - 1] == pytest.approx(change.mean, rel=1e-6)
     facts = {"samples": 6, "tokens": 17, "channels": 24, "causal": False, "images": True}
     assert facts.items() <= readings.facts.items()
 
@@ -126,10 +130,10 @@ def test_padding_changes_nothing():
     model = tiny("bert").eval()
     torch.manual_seed(3)
     long, short = torch.randint(0, 30, (1, 9)), torch.randint(0, 30, (1, 5))
-    alone, _ = read(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in (long, short)])
+    alone, *_ = read(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in (long, short)])
     padded = torch.cat([long, torch.nn.functional.pad(short, (0, 4))])
     mask = torch.arange(9) < torch.tensor([[9], [5]])
-    together, _ = read(model, [{"input_ids": padded, "attention_mask": mask.long()}])
+    together, *_ = read(model, [{"input_ids": padded, "attention_mask": mask.long()}])
     assert alone.curves.keys() == together.curves.keys()
     for name in alone.curves:
         np.testing.assert_allclose(together[name], alone[name], rtol=2e-4, atol=1e-5, err_msg=name)

@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import textwrap
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
@@ -19,8 +18,7 @@ from torch import nn
 from acutance.diagnose.findings import SEVERITIES, Finding, Severity, by_part, findings, named
 from acutance.diagnose.prune import Removal, prune
 from acutance.diagnose.readings import Numbers, Readings, read
-from acutance.errors import AcutanceError, AcutanceWarning
-from acutance.explain.read import explain
+from acutance.errors import AcutanceError
 from acutance.explain.spectrum import Spectrum
 from acutance.measure.profile import Profile
 from acutance.measure.walk import describe
@@ -146,16 +144,10 @@ def diagnose(
     bare = bare_module(model)
     if remove and not isinstance(batches, Sequence):
         raise AcutanceError("layers are left out one by one, each time reading all batches: pass a list of them")
-    readings, values = read(bare, batches, part=part, progress=progress)
+    readings, values, spectra = read(bare, batches, part=part, progress=progress)
     context = describe(bare, part) | {"samples": readings.facts["samples"], "prefix": "special tokens in"}
     context |= {key: value for key, value in (("name", name), ("data", data)) if value is not None}
-    spectrum = None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", AcutanceWarning)
-            spectrum = explain(bare, part=part, progress=progress)
-    except AcutanceError as error:
-        context["weights"] = f"not read: {error}"
+    spectrum = Spectrum(spectra, context | {"norm": "pre-norm weight γ: folded"}) if spectra else None
     found = findings(readings)
     usual = "--images DIR" if readings.facts["images"] else "--text FILE"
     given = {"model": shlex.quote(name or "MODEL"), "data": usual if options is None else options}

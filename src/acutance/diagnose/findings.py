@@ -19,6 +19,8 @@ Where = Callable[[Readings], tuple[int, ...]]
 SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warning", "severe")
 MOST = 7  # findings in a diagnosis
 FEW_SAMPLES, FEW_TOKENS = 4, 8  # below these the samples' embeddings, or the share of one token, say nothing
+PARTS = {"attention": "attention", "mlp": "the MLP", "rest": "what follows attention"}  # of a block, in words
+PARTS |= {"norm1": "the norm after attention", "norm2": "the norm after the MLP"}
 SWEEP = "acutance sweep {model} {data} --remedies all --fine-tune 50"
 MEASURE = "acutance measure {model} {data} "
 
@@ -119,15 +121,10 @@ def tokens_alike(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
 
 
 def by_part(r: Readings, layers: Sequence[int]) -> str:
-    """Whether attention or the rest of these layers brought the tokens together, by the change of log HFC/LFC."""
-    if "attention_change" not in r:
-        return ""
-    places = np.array(layers) - 1
-    attention = r["attention_change"][places].sum()
-    rest = r["change"][places].sum() - attention
-    if np.isnan(rest) or min(attention, rest) >= 0:
-        return ""
-    return ", by attention" if attention < rest else ", by the MLP and norms"
+    """The part of these layers that brought the tokens together most, by the change of log HFC/LFC."""
+    sums = {name: np.nansum(r[f"change by {name}"][np.array(layers) - 1]) for name in PARTS if f"change by {name}" in r}
+    part = min(sums, key=sums.__getitem__, default=None)
+    return "" if part is None or sums[part] >= 0 else f", by {PARTS[part]}"
 
 
 @detector("constant attention branch", 0.8, "branch_residual", lambda r: 1 - r["branch_residual"], least=0.5)
@@ -256,8 +253,8 @@ def even_attention(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Tol
 def smoothing_weights(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
     """W_V and W_proj amplify what the tokens share: what one step of even attention would do to log HFC/LFC."""
     evidence = f"{named(layers)}: under even attention log HFC/LFC would change by {-scores.mean():+.2f} a layer"
-    if "attention_change" in r:
-        evidence += f"; measured across attention: {np.nanmean(r['attention_change'][np.array(layers) - 1]):+.2f}"
+    if "change by attention" in r:
+        evidence += f"; measured across attention: {np.nanmean(r['change by attention'][np.array(layers) - 1]):+.2f}"
     meaning = "W_V and W_proj amplify what the tokens share. That is a tendency; the data tell what comes of it."
     return "note", evidence, meaning, "acutance explain {model}"
 

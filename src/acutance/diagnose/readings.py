@@ -1,10 +1,11 @@
 """Reader: every number a diagnosis is made from, layer by layer, in one pass beside the profile's own reader."""
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,8 +15,11 @@ from torch import Tensor, nn
 from acutance import sites
 from acutance.attention import AttentionCall
 from acutance.attention.operator import AttentionOperator
-from acutance.errors import AcutanceError, NoSitesError
-from acutance.explain.weights import factors, whole_factors
+from acutance.errors import AcutanceError, AcutanceWarning, NoSitesError
+from acutance.explain.change import ChangeReader
+from acutance.explain.read import centres
+from acutance.explain.spectrum import LayerSpectrum
+from acutance.explain.weights import layer_spectrum
 from acutance.measure.profile import MetricValue
 from acutance.measure.reader import MetricReader
 from acutance.measure.walk import EVERY, Batch, Visitor, walk
@@ -23,13 +27,12 @@ from acutance.metrics import (
     attention_cosine,
     check_finite,
     effective_rank,
-    hfc_lfc_spectral,
     token_cosine,
     unit_vectors,
 )
 from acutance.metrics.sums import masked_mean, ratio, valid_positions
 
-METRICS = ("token_cosine", "hfc_lfc_spectral", "rank_residual")
+METRICS = ("token_cosine", "hfc_lfc_frobenius", "rank_residual")
 FROM_PROFILE = (("cosine", "token_cosine", "block"), ("branch_residual", "rank_residual", "attention"))
 MOST_PATCHES = 1024  # whose matrix of cosines is formed
 
@@ -40,7 +43,7 @@ Numbers = NDArray[np.float64]
 class Readings:
     """Means over samples: curves with a number per layer (or per layer and head), and facts about the model."""
 
-    curves: Mapping[str, Numbers]
+    curves: dict[str, Numbers]
     facts: Mapping[str, Any]
 
     def __getitem__(self, name: str) -> Numbers:
@@ -64,49 +67,47 @@ class Reader(Visitor):
             self.found = {layer: site for site, layer in sites.layers_of(model)}
             self.needs["attend"] = EVERY
         self.weights: dict[int, Tensor] = {}  # W_proj, where it is known
-        self.norms: dict[int, nn.Module | None] = {}  # before the attention, where H is known
-        self.means: dict[int, tuple[float, float]] = {}  # tr H/d and ‖H‖²_F/d there
-        self.adds: set[int] = set()  # layers of which it is known what the branch adds to the stream
+        self.spectra: dict[int, LayerSpectrum] = {}  # likewise
+        self.norms: dict[int, nn.Module | None] = {}  # before the attention, likewise
         for layer, site in self.found.items():
             with suppress(AcutanceError):  # asked for now: a site may try its block on random tokens
-                self.weights[layer] = site.projection_weight()
-                site.update(torch.zeros(1, 1, site.dim, device=self.weights[layer].device))
-                self.adds.add(layer)
-                self.means[layer], self.norms[layer] = means_of(site), site.pre_norm()
+                self.weights[layer], self.norms[layer] = site.projection_weight(), site.pre_norm()
+                self.spectra[layer] = layer_spectrum(site)
         with suppress(AcutanceError):
             sites.final_norm(model)
             self.needs["final"] = EVERY
         self.kept = defaultdict[tuple[str, int], list[Tensor]](list)  # by name and layer: (samples, …) of each batch
         self.causal = self.images = False
         self.tokens = 0  # of the longest sample
+        self.order: list[int] = []  # which layers ran, by depth
 
     def begin(self, batch: Batch) -> None:
         fed = batch.fed
         self.images = fed.ndim == 4 if isinstance(fed, Tensor) else "pixel_values" in fed
         self.every = batch.samples("in").refuse_empty()
         self.patches = batch.samples("out") if self.images and self.found else self.every
-        self.depth, self.before, self.gram = 0, torch.empty(0), torch.empty(0)
+        self.order, self.before, self.gram = [], torch.empty(0), torch.empty(0)
         self.attention: AttentionOperator | None = None  # of the layer before
 
+    @property
+    def depth(self) -> int:
+        """Of the layer that runs now."""
+        return len(self.order)
+
     def enter(self, layer: int, tokens: Tensor) -> None:
-        self.depth, self.before = self.depth + 1, tokens
+        self.before = tokens
+        self.order.append(layer)
         if self.depth == 1:
             self.tokens = max(self.tokens, self.every.tokens(tokens)[0].shape[1])
             self._pool("pooled", 0, tokens)
             self.gram = self._gram(tokens)
 
     def attend(self, layer: int, call: AttentionCall) -> None:
-        if layer in self.adds and call.branch.shape == self.before.shape:
-            after = self._ratio(self.before + self.found[layer].update(call.branch))
-            self._keep("attention_change", _log(after, self._ratio(self.before)))
         if call.refusal is not None or call.A.shape[0] != len(self.before):  # no operator, or one of windows
             return
         call = self.every.record(call)
         if (norm := self.norms.get(layer)) is not None:
             self._keep("scale", inverse_size(norm, *self.every.tokens(self.before)))
-        if layer in self.means:
-            for name, number in zip(("mean", "power"), self.means[layer], strict=True):
-                self._keep(name, torch.tensor([number]))
         tokens, mask = self.every.tokens(call.branch)
         A, previous = call.A, self.attention
         self.causal = self.causal or A.is_triangular
@@ -117,7 +118,7 @@ class Reader(Visitor):
                 self._keep("attention_cosine", attention_cosine(previous, A, mask).mean(-1))
             self.attention = A
         weight, u = self.weights.get(layer), call.output
-        if weight is not None and (len(u), u.shape[1] * u.shape[3]) == (len(tokens), weight.shape[1]):
+        if weight is not None and u is not None and (len(u), u.shape[1] * u.shape[3]) == (len(tokens), weight.shape[1]):
             for name, numbers in read_heads(u, weight, mask).items():
                 self._keep(name, numbers)
 
@@ -126,7 +127,6 @@ class Reader(Visitor):
         (x, mask), (y, _) = self.every.tokens(self.before), self.every.tokens(tokens)
         valid = valid_positions(mask, y)
         self._keep("influence", influence(x, y, valid))
-        self._keep("change", _log(self._ratio(tokens), self._ratio(self.before)))
         for name, numbers in read_norms(y, valid).items():
             self._keep(name, numbers)
         self._pool("pooled", self.depth, tokens)
@@ -153,10 +153,10 @@ class Reader(Visitor):
         stacked = {name: _by_layer(values, depth) for name, values in by_name.items() if name != "final_cosine"}
         stacked["pooled_cosine"] = np.array([float(token_cosine(v[None])[0]) for v in vectors])
         stacked["pooled_rank"] = np.array([float(effective_rank(v[None])[0]) for v in vectors])
-        if "mean" in stacked:
-            scale = np.nan_to_num(stacked.pop("scale", np.ones(depth)), nan=1.0)
-            square = 1 + 2 * scale * stacked.pop("mean") + scale**2 * stacked.pop("power")
-            stacked["tendency"] = -np.log(np.maximum(square, 1e-12)) / 2
+        scale = np.nan_to_num(stacked.pop("scale", np.ones(depth)), nan=1.0).tolist()
+        known = [replace(self.spectra[n], scale=s) for n, s in zip(self.order, scale, strict=True) if n in self.spectra]
+        if len(known) == depth:
+            stacked["tendency"] = np.array([layer.tendency for layer in known])
         for name, metric, tap in FROM_PROFILE:
             found = {value.layer: value.mean for value in profile if (value.metric, value.tap) == (metric, tap)}
             places = range(min(found, default=0), depth + 1)
@@ -174,9 +174,6 @@ class Reader(Visitor):
         tokens, mask = self.every.tokens(tokens)
         self._keep(name, masked_mean(tokens.float().mT, valid_positions(mask, tokens).unsqueeze(-2)), layer)
 
-    def _ratio(self, tokens: Tensor) -> Tensor:
-        return hfc_lfc_spectral(*self.every.tokens(tokens))
-
     def _gram(self, tokens: Tensor) -> Tensor:
         """The patches' matrix of cosines; empty for what is no image."""
         if not self.images or tokens.shape[1] > MOST_PATCHES:
@@ -185,30 +182,37 @@ class Reader(Visitor):
         return patch_cosines(tokens, mask)
 
 
-def read(
-    model: nn.Module, batches: Iterable[Any], *others: Visitor, part: str | None = None, progress: bool = False
-) -> tuple[Readings, tuple[MetricValue, ...]]:
-    """The readings of a model, and those of its profile, from one pass that others may share."""
+class Read(NamedTuple):
+    """What one pass over the data, and the weights, gave."""
+
+    readings: Readings
+    profile: tuple[MetricValue, ...]
+    spectra: tuple[LayerSpectrum, ...]  # of the layers whose weights are known
+
+
+def read(model: nn.Module, batches: Iterable[Any], *, part: str | None = None, progress: bool = False) -> Read:
+    """Read a model's weights, and everything else in one pass over the batches."""
     inside = sites.part_of(model, part)
     with sites.cached_lookup(), torch.no_grad():
-        reader = Reader(inside)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AcutanceWarning)  # of eigenvalues that have not converged
+            reader = Reader(inside)
         profile = MetricReader(METRICS, ["block", "attention"] if reader.found else "block", "in", inside)
-        walk(model, batches, profile, reader, *others, part=part, progress="diagnosing" if progress else None)
+        changes = {layer: ChangeReader(site, layer) for layer, site in reader.found.items()}
+        walk(model, batches, profile, reader, *changes.values(), part=part, progress="diagnosing" if progress else None)
     values = profile.readings()
-    return reader.result(values), values
-
-
-def means_of(site: sites.AttentionSite) -> tuple[float, float]:
-    """tr H/d and ‖H‖²_F/d of one layer, with the pre-norm's weight in H."""
-    value, projection, _ = factors(site)
-    left, right = whole_factors(value, projection)
-    square = ((left.mT @ left) * (right @ right.mT)).sum()
-    return float((left * right.mT).sum()) / len(left), float(square) / len(left)
+    readings = reader.result(values)
+    depth, found = readings.layers, {n: change.result().parts for n, change in changes.items() if change.kept["whole"]}
+    if set(found) <= set(reader.order) and len(set(reader.order)) == depth:  # else layers are tied
+        for name in {name for parts in found.values() for name in parts}:
+            curve = [found[n][name].mean if name in found.get(n, {}) else np.nan for n in reader.order]
+            readings.curves[f"change by {name}"] = np.array(curve)
+    return Read(readings, values, tuple(reader.spectra.values()))
 
 
 def inverse_size(norm: nn.Module, tokens: Tensor, mask: Tensor | None) -> Tensor:
     """The mean over tokens of 1/σ, by which a norm multiplies them, per sample."""
-    x = tokens if "rms" in type(norm).__name__.lower() else tokens - tokens.mean(-1, keepdim=True)
+    x = tokens - tokens.mean(-1, keepdim=True) if centres(norm, tokens) else tokens
     sizes = x.double().square().mean(-1).sqrt().clamp_min(torch.finfo(torch.float32).eps)
     return masked_mean(1 / sizes, valid_positions(mask, tokens))
 
@@ -282,10 +286,6 @@ def patch_cosines(tokens: Tensor, mask: Tensor | None) -> Tensor:
     """The cosines of all pairs of patches (samples, patches, patches), 0 where one is padding."""
     unit = unit_vectors(tokens.float()).masked_fill(~valid_positions(mask, tokens).unsqueeze(-1), 0)
     return unit @ unit.mT
-
-
-def _log(after: Tensor, before: Tensor) -> Tensor:
-    return torch.where(after == before, 0.0, torch.log(after / before))
 
 
 def _by_layer(values: Mapping[int, Tensor], depth: int) -> Numbers:
