@@ -744,7 +744,9 @@ def confusion_table() -> Iterator[str]:
         told = [
             name for row in found for name in set(row["found"].split("; ")) - plain[row["model"]] - {known["finding"]}
         ]
-        others = ", ".join(f"{name} {told.count(name)}" for name in sorted(set(told), key=told.count, reverse=True))
+        others = ", ".join(
+            f"{name} {told.count(name)}" for name in sorted(set(told), key=lambda name: (-told.count(name), name))
+        )
         yield line(fault, f"{len(found)}", others or "none")
 
 

@@ -126,7 +126,17 @@ def test_models_of_many_kinds_are_diagnosed():
 
 def test_the_command_reads_prints_and_writes(tmp_path, monkeypatch, capsys):
     save_bert(tmp_path / "bert")
-    words = [f"hf:{tmp_path / 'bert'}", "--text", str(DECLARATION), "--limit", "6", "--json", str(tmp_path / "d.json")]
+    words = [
+        f"hf:{tmp_path / 'bert'}",
+        "--text",
+        str(DECLARATION),
+        "--limit",
+        "6",
+        "--prune",
+        "1",
+        "--json",
+        str(tmp_path / "d.json"),
+    ]
     monkeypatch.setattr("sys.argv", ["acutance", "diagnose", *words])
     with pytest.raises(SystemExit) as stopped:
         command_line.run()
@@ -134,4 +144,5 @@ def test_the_command_reads_prints_and_writes(tmp_path, monkeypatch, capsys):
     assert not stopped.value.code, printed.err
     found = Diagnosis.load(tmp_path / "d.json")
     assert found.headline.split()[0] in printed.out
+    assert f"without layer {found.removals[0].layers[0]}: " in printed.out
     assert f"--text {DECLARATION} --limit 6" in found.findings[0].advice

@@ -165,9 +165,10 @@ def headline(r: Readings, found: Iterable[Finding]) -> str:
     wrong = [finding.name for finding in by_name.values() if finding.severity in ("warning", "severe")]
     alike = by_name.get("tokens alike")
     if alike is None and not wrong:
-        heads = " and head" if "head_share" in r else ""
         why = f"tokens stay apart (mean cosine {end:.2f} after the last of {r.layers} layers)"
-        return f"Nothing wrong: {why}, and every layer{heads} adds something of its own."
+        if not {"idle layers", "idle heads"} & by_name.keys():
+            why += f", and every layer{' and head' if 'head_share' in r else ''} adds something of its own"
+        return f"Nothing wrong: {why}."
     if alike is None:
         first = f"No over-smoothing (mean cosine of tokens {end:.2f} after the last of {r.layers} layers)"
     else:
