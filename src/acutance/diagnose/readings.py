@@ -23,13 +23,7 @@ from acutance.explain.weights import layer_spectrum
 from acutance.measure.profile import MetricValue
 from acutance.measure.reader import MetricReader
 from acutance.measure.walk import EVERY, Batch, Visitor, walk
-from acutance.metrics import (
-    attention_cosine,
-    check_finite,
-    effective_rank,
-    token_cosine,
-    unit_vectors,
-)
+from acutance.metrics import attention_cosine, check_finite, effective_rank, token_cosine, unit_vectors
 from acutance.metrics.sums import masked_mean, ratio, valid_positions
 
 METRICS = ("token_cosine", "hfc_lfc_frobenius", "rank_residual")
@@ -103,11 +97,11 @@ class Reader(Visitor):
             self.gram = self._gram(tokens)
 
     def attend(self, layer: int, call: AttentionCall) -> None:
+        if (norm := self.norms.get(layer)) is not None:
+            self._keep("scale", inverse_size(norm, *self.every.tokens(self.before)))
         if call.refusal is not None or call.A.shape[0] != len(self.before):  # no operator, or one of windows
             return
         call = self.every.record(call)
-        if (norm := self.norms.get(layer)) is not None:
-            self._keep("scale", inverse_size(norm, *self.every.tokens(self.before)))
         tokens, mask = self.every.tokens(call.branch)
         A, previous = call.A, self.attention
         self.causal = self.causal or A.is_triangular
@@ -137,8 +131,8 @@ class Reader(Visitor):
         self.gram = gram
 
     def final(self, layer: int, tokens: Tensor) -> None:
-        self._pool("embedding", 0, tokens)
-        self._keep("final_cosine", token_cosine(*self.every.tokens(tokens)), 0)
+        if tokens.ndim == 3:  # else the norm follows the pooling
+            self._pool("embedding", 0, tokens)
 
     def result(self, profile: Iterable[MetricValue]) -> Readings:
         """Means over samples, some of which the profile has; of the pooled tokens, how alike the samples are."""
@@ -150,7 +144,7 @@ class Reader(Visitor):
         pooled = by_name.pop("pooled")
         depth = max(pooled)
         vectors = [pooled[layer] for layer in sorted(pooled)] + list(by_name.pop("embedding", {}).values())
-        stacked = {name: _by_layer(values, depth) for name, values in by_name.items() if name != "final_cosine"}
+        stacked = {name: _by_layer(values, depth) for name, values in by_name.items()}
         stacked["pooled_cosine"] = np.array([float(token_cosine(v[None])[0]) for v in vectors])
         stacked["pooled_rank"] = np.array([float(effective_rank(v[None])[0]) for v in vectors])
         scale = np.nan_to_num(stacked.pop("scale", np.ones(depth)), nan=1.0).tolist()
@@ -162,10 +156,8 @@ class Reader(Visitor):
             places = range(min(found, default=0), depth + 1)
             stacked |= {name: np.array([found.get(place, np.nan) for place in places])} if found else {}
         samples, channels = pooled[depth].shape
-        facts: dict[str, Any] = {"samples": samples, "channels": channels, "causal": self.causal, "images": self.images}
-        facts["tokens"] = self.tokens
-        facts["final_cosine"] = float(by_name["final_cosine"][0].mean()) if "final_cosine" in by_name else None
-        return Readings(stacked, facts)
+        facts = {"samples": samples, "tokens": self.tokens, "channels": channels}
+        return Readings(stacked, facts | {"causal": self.causal, "images": self.images})
 
     def _keep(self, name: str, values: Tensor, layer: int | None = None) -> None:
         self.kept[name, self.depth if layer is None else layer].append(values.detach().double().cpu())
@@ -175,11 +167,12 @@ class Reader(Visitor):
         self._keep(name, masked_mean(tokens.float().mT, valid_positions(mask, tokens).unsqueeze(-2)), layer)
 
     def _gram(self, tokens: Tensor) -> Tensor:
-        """The patches' matrix of cosines; empty for what is no image."""
+        """The cosines of all pairs of patches, 0 where one is padding; empty for what is no image."""
         if not self.images or tokens.shape[1] > MOST_PATCHES:
             return torch.empty(0)
         tokens, mask = self.patches.tokens(tokens)
-        return patch_cosines(tokens, mask)
+        unit = unit_vectors(tokens.float()).masked_fill(~valid_positions(mask, tokens).unsqueeze(-1), 0)
+        return unit @ unit.mT
 
 
 class Read(NamedTuple):
@@ -280,12 +273,6 @@ def read_heads(output: Tensor, weight: Tensor, mask: Tensor | None) -> dict[str,
     cosines = ratio(gram, norms.unsqueeze(-1) * norms.unsqueeze(-2)).abs()
     cosines = cosines.masked_fill(torch.eye(heads, dtype=torch.bool, device=u.device), 0)
     return {"head_share": ratio(norms, norms.mean(-1, keepdim=True)), "head_twin": cosines.amax(-1)}
-
-
-def patch_cosines(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """The cosines of all pairs of patches (samples, patches, patches), 0 where one is padding."""
-    unit = unit_vectors(tokens.float()).masked_fill(~valid_positions(mask, tokens).unsqueeze(-1), 0)
-    return unit @ unit.mT
 
 
 def _by_layer(values: Mapping[int, Tensor], depth: int) -> Numbers:
