@@ -81,6 +81,7 @@ def test_how_bad_a_finding_is_depends_on_how_much_and_on_whom(healthy):
     assert len(found) == MOST
     order = [SEVERITIES.index(finding.severity) for finding in found]
     assert order == sorted(order, reverse=True)
+    assert [finding.severity for finding in found].count("severe") == 2, "the worst are not left out"
 
 
 def test_too_little_data_and_unread_attention_are_no_finding(healthy):

@@ -55,7 +55,7 @@ def test_an_idle_layer_goes_first_and_costs_nothing(vit):
 
 
 def test_what_has_no_labels_is_compared_by_its_embeddings():
-    bert = tiny("bert", num_hidden_layers=3).eval()
+    bert = tiny("bert", num_hidden_layers=3, initializer_range=0.5).eval()
     ids = [{"input_ids": torch.randint(0, 30, (4, 9))} for _ in range(2)]
     with torch.no_grad():
         whole = torch.cat([bert(**batch).last_hidden_state.mean(1) for batch in ids])
@@ -63,6 +63,7 @@ def test_what_has_no_labels_is_compared_by_its_embeddings():
             less = torch.cat([bert(**batch).last_hidden_state.mean(1) for batch in ids])
     (removal,) = prune(bert, ids, np.array([0.9, 0.1, 0.9]), 1, part=None)
     expected = float(torch.nn.functional.cosine_similarity(whole, less).mean())
+    assert expected < 0.9999, "the model is another without the layer"
     assert removal.layers == (2,)
     assert f"cosine to the embeddings of the whole model 1 → {expected:,.4g}" in removal.cost
     assert str(removal).startswith("without layer 2: cosine")
