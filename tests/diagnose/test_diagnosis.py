@@ -98,6 +98,15 @@ def test_models_of_many_kinds_are_diagnosed():
     both = ids | {"decoder_input_ids": ids["input_ids"]}
     t5 = ac.diagnose(tiny("t5").eval(), [both], part="encoder", progress=False)
     assert t5.context["part"] == "encoder"
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    configs = {
+        "text_config": {**sizes, "vocab_size": 30},
+        "vision_config": {**sizes, "image_size": 16, "patch_size": 8},
+    }
+    clip, pixels = tiny("clip", **configs).eval(), {"pixel_values": torch.randn(1, 3, 16, 16)}
+    for part, images in {"text_model": False, "vision_model": True}.items():
+        found = ac.diagnose(clip, [ids | pixels], part=part, progress=False)
+        assert ("patch_drift" in found.readings, found.readings.facts["images"]) == (images, images)
 
     class Block(nn.Module):
         def __init__(self):

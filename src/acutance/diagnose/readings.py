@@ -76,8 +76,8 @@ class Reader(Visitor):
         self.order: list[int] = []  # which layers ran, by depth
 
     def begin(self, batch: Batch) -> None:
-        fed = batch.fed
-        self.images = fed.ndim == 4 if isinstance(fed, Tensor) else "pixel_values" in fed
+        fed, kind = batch.fed, sites.token_kind(batch.model, batch.part)
+        self.images = fed.ndim == 4 if isinstance(fed, Tensor) else kind["images"]
         self.every = batch.samples("in").refuse_empty()
         self.patches = batch.samples("out") if self.images and self.found else self.every
         self.order, self.before, self.gram = [], torch.empty(0), torch.empty(0)
