@@ -2,9 +2,9 @@
 
     python benchmarks/planting.py choose:minilm=hf:MINILM@wiki.test.tokens try:plain=acutance-demo/plain-seed0
 
-A model's half is `choose`, from which thresholds were chosen, or `try`, which the tables are about. A real model is
-HALF:NAME=MODEL, with @TEXT if it reads text. Models made here, with random weights and sharp attention, join them.
-Writes planting.csv and planting.json into docs/evidence/diagnose, replacing those of an earlier call.
+Thresholds were chosen from the half `choose`, and the tables are about the half `try`. A real model is HALF:NAME=MODEL,
+with @TEXT if it reads text. Models made here, with random weights and sharp attention, join them. Writes planting.csv
+and planting.json into docs/evidence/diagnose.
 """
 
 import argparse
@@ -183,8 +183,8 @@ def real_models(given: Sequence[str]) -> Iterator[tuple[str, str, nn.Module, Seq
 def kept_readings(path: Path, model: nn.Module, batches: Sequence[Any]) -> Readings:
     """Readings that were kept here, so that thresholds can be tried without reading anew; else they are made."""
     if not path.exists():
-        readings, *_ = read(model, batches)
         path.parent.mkdir(parents=True, exist_ok=True)
+        readings = read(model, batches).readings
         np.savez(path, facts=json.dumps(readings.facts), **readings.curves)
     with np.load(path) as found:
         return Readings({n: found[n] for n in found.files if n != "facts"}, json.loads(str(found["facts"])))
@@ -249,8 +249,7 @@ def main() -> None:
     about = {"command": command("benchmarks/planting.py", sys.argv[1:], without="--out"), "samples": SAMPLES}
     about |= {"thresholds": {name: known.threshold for name, known in DETECTORS.items()}, "seed": 0, "said": SAID}
     about |= {"faults": {name: fault._asdict() for name, fault in FAULTS.items()}, "separated": finite(separated(rows))}
-    text = json.dumps({**made("read"), **about}, indent=1, ensure_ascii=False)
-    (arguments.out / "planting.json").write_text(text, encoding="utf-8")
+    (arguments.out / "planting.json").write_text(json.dumps({**made("read"), **about}, indent=1, ensure_ascii=False))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ The thresholds were chosen on models with planted faults and tried on others: se
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -37,35 +37,23 @@ class Finding:
     advice: str  # a command, in which {model} and {data} stand for what was diagnosed
 
 
-class Detector(NamedTuple):
-    """What tells one kind of fault."""
+@dataclass
+class Detector:
+    """What tells one kind of fault; decorates the function that says what was found."""
 
+    name: str
     threshold: float
-    needs: Sequence[str]  # curves of the readings
+    needs: str  # curves of the readings
     score: Callable[[Readings], Numbers]
-    least: float  # share of the layers that must reach the threshold
-    where: Where | None  # the layers to name, if not those that reach it
-    tell: Tell
+    least: float = 0  # share of the layers that must reach the threshold
+    where: Where | None = None  # the layers to name, if not those that reach it
+
+    def __call__(self, tell: Tell) -> Tell:
+        self.tell, DETECTORS[self.name] = tell, self
+        return tell
 
 
 DETECTORS: dict[str, Detector] = {}
-
-
-def detector(
-    name: str,
-    threshold: float,
-    needs: str,
-    score: Callable[[Readings], Numbers],
-    least: float = 0,
-    where: Where | None = None,
-) -> Callable[[Tell], Tell]:
-    """Register what tells of the layers found."""
-
-    def register(tell: Tell) -> Tell:
-        DETECTORS[name] = Detector(threshold, needs.split(), score, least, where, tell)
-        return tell
-
-    return register
 
 
 def findings(readings: Readings) -> list[Finding]:
@@ -88,9 +76,8 @@ def detect(name: str, readings: Readings) -> Finding | None:
 def score(name: str, readings: Readings) -> Numbers:
     """The score of a detector per layer; NaN where it has nothing to go by."""
     known = DETECTORS[name]
-    if not all(key in readings for key in known.needs):
-        return np.full(readings.layers, np.nan)
-    return known.score(readings)
+    is_read = all(key in readings for key in known.needs.split())
+    return known.score(readings) if is_read else np.full(readings.layers, np.nan)
 
 
 def is_alarm(finding: Finding) -> bool:
@@ -106,7 +93,7 @@ def where_it_rose(r: Readings) -> tuple[int, ...]:
     return tuple(sorted((order[:count] + 1).tolist()))
 
 
-@detector("tokens alike", 0.5, "cosine", lambda r: r["cosine"][-1:], where=where_it_rose)
+@Detector("tokens alike", 0.5, "cosine", lambda r: r["cosine"][-1:], where=where_it_rose)
 def tokens_alike(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
     """Tokens point the same way after the last layer."""
     start, end = r["cosine"][[0, -1]]
@@ -127,7 +114,7 @@ def by_part(r: Readings, layers: Sequence[int]) -> str:
     return "" if part is None or sums[part] >= 0 else f", by {PARTS[part]}"
 
 
-@detector("constant attention branch", 0.8, "branch_residual", lambda r: 1 - r["branch_residual"], least=0.5)
+@Detector("constant attention branch", 0.8, "branch_residual", lambda r: 1 - r["branch_residual"], least=0.5)
 def constant_branch(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
     """The attention branch adds nearly the same to every token: rank collapse, as at initialisation."""
     evidence = f"{named(layers)}: {np.median(scores):.0%} of what attention adds is the same for all tokens"
@@ -142,7 +129,7 @@ def samples_alike(r: Readings) -> Numbers:
     return last_alone(r, r["pooled_cosine"][-1] if r.facts["samples"] >= FEW_SAMPLES else np.nan)
 
 
-@detector("embeddings alike", 0.9, "pooled_cosine", samples_alike)
+@Detector("embeddings alike", 0.9, "pooled_cosine", samples_alike)
 def embeddings_alike(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
     """The samples' mean tokens point the same way at the end."""
     end, rank, before = scores[0], r["pooled_rank"][-1], np.min(r["pooled_cosine"][1:-1], initial=1.0)
@@ -161,7 +148,7 @@ def most_attended(r: Readings) -> Numbers:
     return heads_mean(r["top"]) if r.facts["tokens"] >= FEW_TOKENS else np.full(r.layers, np.nan)
 
 
-@detector("attention sink", 0.3, "top first", most_attended)
+@Detector("attention sink", 0.3, "top first", most_attended)
 def attention_sink(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
     """One token gets much of the attention."""
     most, first = scores.mean(), heads_mean(r["first"])[np.array(layers) - 1].mean()
@@ -173,7 +160,7 @@ def attention_sink(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Tol
     return "note", evidence, meaning, MEASURE + "--prefix out"
 
 
-@detector("outlier tokens", 5.0, "norm_outlier outlier_first", lambda r: r["norm_outlier"])
+@Detector("outlier tokens", 5.0, "norm_outlier outlier_first", lambda r: r["norm_outlier"])
 def outlier_tokens(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
     """A token's norm is far above the others'."""
     is_first = r["outlier_first"][np.array(layers) - 1].mean() >= 0.5
@@ -197,7 +184,7 @@ def jumps(r: Readings) -> Numbers:
     return np.where(np.arange(len(drift)) < 2, np.nan, drift / max(np.nanmedian(drift), 0.02))
 
 
-@detector("patches rewired", 2.5, "patch_drift", jumps)
+@Detector("patches rewired", 2.5, "patch_drift", jumps)
 def patches_rewired(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
     """A layer changes which patches are alike far more than its neighbours do."""
     most, middle = r["patch_drift"][np.array(layers) - 1].max(), np.nanmedian(r["patch_drift"])
@@ -206,7 +193,7 @@ def patches_rewired(r: Readings, layers: tuple[int, ...], scores: Numbers) -> To
     return "warning", evidence, meaning, MEASURE + "--metrics token_cosine,effective_rank --prefix out"
 
 
-@detector("idle layers", 0.985, "influence", lambda r: 1 - r["influence"])
+@Detector("idle layers", 0.985, "influence", lambda r: 1 - r["influence"])
 def idle_layers(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
     """Layers that hand on what they were given."""
     severity: Severity = "warning" if 3 * len(layers) >= r.layers else "note"
@@ -223,7 +210,7 @@ def idleness(r: Readings) -> Numbers:
     return np.fmax(1 - r["head_share"], r["head_twin"])
 
 
-@detector("idle heads", 0.955, "head_share head_twin", lambda r: np.nan_to_num(idleness(r), nan=-np.inf).max(1))
+@Detector("idle heads", 0.955, "head_share head_twin", lambda r: np.nan_to_num(idleness(r), nan=-np.inf).max(1))
 def idle_heads(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
     """Heads that add nothing, or what another head adds."""
     threshold = DETECTORS["idle heads"].threshold
@@ -234,7 +221,7 @@ def idle_heads(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
     return "warning" if 8 * count >= every else "note", evidence, meaning, MEASURE + "--metrics head_cosine"
 
 
-@detector("attention to itself", 0.42, "own", lambda r: heads_mean(r["own"]))
+@Detector("attention to itself", 0.42, "own", lambda r: heads_mean(r["own"]))
 def attention_to_itself(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
     """Tokens attend to themselves."""
     evidence = f"{named(layers)}: a token gives {scores.mean():.0%} of its attention to itself"
@@ -242,14 +229,14 @@ def attention_to_itself(r: Readings, layers: tuple[int, ...], scores: Numbers) -
     return in_most(r, layers), evidence, meaning, MEASURE + "--metrics attention_entropy"
 
 
-@detector("even attention", 0.985, "evenness", lambda r: heads_mean(r["evenness"]))
+@Detector("even attention", 0.985, "evenness", lambda r: heads_mean(r["evenness"]))
 def even_attention(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
     """All tokens get the same attention."""
     evidence = f"{named(layers)}: entropy is {scores.mean():.1%} of that of even attention"
     return in_most(r, layers), evidence, "Attention does not choose: it hands every token the mean of all.", SWEEP
 
 
-@detector("smoothing weights", 0.14, "tendency", lambda r: -r["tendency"], least=0.5)
+@Detector("smoothing weights", 0.14, "tendency", lambda r: -r["tendency"], least=0.5)
 def smoothing_weights(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
     """W_V and W_proj amplify what the tokens share: what one step of even attention would do to log HFC/LFC."""
     evidence = f"{named(layers)}: under even attention log HFC/LFC would change by {-scores.mean():+.2f} a layer"
