@@ -17,8 +17,8 @@ from acutance.version import __version__
 if TYPE_CHECKING:
     from acutance import io, metrics, models, sites
     from acutance.attention.operator import AttentionOperator
-    from acutance.diagnose.compare import compare
     from acutance.diagnose import diagnose
+    from acutance.diagnose.compare import compare
     from acutance.explain import Spectrum, explain, spectral_theory, steer, theory
     from acutance.explain.steer import fold
     from acutance.io import load, save
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AcutanceError", "AcutanceWarning", "AttentionOperator", "AttnScale", "Eigen", "FeatScale", "Mitigation",
-    "Monitor", "NeuTRENO", "Profile", "Spectrum", "__version__", "attention_maps", "diagnose", "compare", "explain",
+    "Monitor", "NeuTRENO", "Profile", "Spectrum", "__version__", "attention_maps", "compare", "diagnose", "explain",
     "fold", "io", "laboratory", "load", "measure", "metrics", "mitigate", "models", "penalty", "save", "sites",
     "spectral_theory", "steer", "sweep", "theory",
 ]  # fmt: skip
 
 _HOMES = [  # torch is imported when one of these is first used, not before
-    "attention.operator:AttentionOperator", "diagnose:diagnose", "diagnose.compare:compare", "explain.steer:fold",
+    "attention.operator:AttentionOperator", "diagnose.compare:compare", "diagnose:diagnose", "explain.steer:fold",
     "explain:Spectrum", "explain:explain", "io:load", "io:save", "lab.sweep.run:sweep", "measure.maps:attention_maps",
     "measure.monitor:Monitor", "measure.penalty:penalty", "measure.profile:Profile", "mitigations:AttnScale",
     "mitigations:Eigen", "mitigations:FeatScale", "mitigations:Mitigation", "mitigations:NeuTRENO",

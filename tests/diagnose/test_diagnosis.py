@@ -26,9 +26,9 @@ def diagnosis() -> Diagnosis:
     """Of a new model, whose attention is even and whose branches are constant."""
     torch.manual_seed(0)
     model = ac.models.ViT(depth=4, **IMAGES).train()
-    images = torch.randn(8, 1, 8, 8)
+    images, told = torch.randn(8, 1, 8, 8), {"name": "runs/new <b>", "options": "--limit 8"}
     with left_alone(model):
-        found = ac.diagnose(model, images.split(4), name="runs/new <b>", options="--limit 8", progress=False)
+        found = ac.diagnose(model, images.split(4), progress=False, context=told)
     assert model.training
     return found
 

@@ -2,7 +2,7 @@
 
 import shlex
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import Annotated
 
 import acutance as ac
 from acutance.cli.options import HTML, JSON, DataOptions, Model, Part, console, option, spread, write
@@ -31,8 +31,8 @@ def diagnose(
     usual = {"device": "auto"}
     given = {name: value for name, value in named.items() if value not in (None, usual.get(name))}
     command = " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given.items())
-    about: dict[str, Any] = {"name": loaded.name, "data": batches.description, "options": command}
-    found = ac.diagnose(loaded.model, batches, part=part, remove=prune, quality=quality, **about)
+    about = {"name": loaded.name, "data": batches.description, "options": command}
+    found = ac.diagnose(loaded.model, batches, part=part, remove=prune, quality=quality, context=about)
     console.print(found)
     write(json_path, found.save)
     write(html_path, found.to_html)

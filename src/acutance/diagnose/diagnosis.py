@@ -6,7 +6,6 @@ import shlex
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,10 +22,9 @@ from acutance.explain.spectrum import Spectrum
 from acutance.measure.profile import Profile
 from acutance.measure.walk import describe
 from acutance.report.page import write_page
-from acutance.report.tables import FittedTable, Result, html_table
+from acutance.report.tables import WIDTH, FittedTable, Result
 from acutance.sites.structure import bare_module
 
-WIDTH = 80  # columns, however wide the terminal
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "severe": "bold red"}
 
 
@@ -53,7 +51,8 @@ class Diagnosis(Result):
 
     def table(self) -> FittedTable:
         cells = [{name: _text(value) for name, value in row.items()} for row in self.rows()]
-        return FittedTable(self.headline, cells, self.caption, keys=("name",), left=tuple(cells[0]) if cells else ())
+        left = tuple(cells[0]) if cells else ()
+        return FittedTable(self.title, cells, self.caption, keys=("name",), left=left, headline=self.headline)
 
     @property
     def caption(self) -> str:
@@ -82,14 +81,10 @@ class Diagnosis(Result):
             console.print(self, soft_wrap=False)
         return capture.get()
 
-    def _repr_html_(self) -> str:
-        return f"<p><b>{escape(self.headline)}</b></p>{html_table(self.table().rows)}<p>{escape(self.caption)}</p>"
-
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write one offline page with the findings and the per-layer curves."""
-        profile = replace(self.profile, context=self.context)
         title = f"Diagnosis of {self.context.get('name') or self.title}"
-        return write_page({self.title: profile}, path, self.headline, self.table().rows, title=title)
+        return write_page({self.title: self.profile}, path, self.headline, self.table().rows, title=title)
 
     def content(self) -> dict[str, Any]:
         curves = {name: _without_nan(curve) for name, curve in self.readings.curves.items()}
@@ -121,9 +116,7 @@ def diagnose(
     remove: int = 0,
     quality: Any = None,
     progress: bool = True,
-    name: str | None = None,
-    data: str | None = None,
-    options: str | None = None,
+    context: Mapping[str, Any] | None = None,
 ) -> Diagnosis:
     """Say whether a model over-smooths, where and why, what else is wrong with it, and what to try.
 
@@ -137,25 +130,23 @@ def diagnose(
             are then a list, which is read several times.
         quality: what is measured then, as `acutance.diagnose.quality.objective_of` takes it; by default what fits.
         progress: show progress bars.
-        name: what the model is called on the command line, and in the advice; `MODEL` stands for it otherwise.
-        data: what the batches are, in words.
-        options: what gives these batches on the command line, and in the advice.
+        context: what the model is called, `name`, and its data, `data`; `options` give them on the command line.
     """
     bare = bare_module(model)
     if remove and not isinstance(batches, Sequence):
         raise AcutanceError("layers are left out one by one, each time reading all batches: pass a list of them")
     readings, values, spectra = read(bare, batches, part=part, progress=progress)
-    context = describe(bare, part) | {"samples": readings.facts["samples"], "prefix": "special tokens in"}
-    context |= {key: value for key, value in (("name", name), ("data", data)) if value is not None}
-    spectrum = Spectrum(spectra, context | {"norm": "pre-norm weight γ: folded"}) if spectra else None
+    told = dict(context or {})
+    about = {**describe(bare, part), "samples": readings.facts["samples"], "prefix": "special tokens in", **told}
+    spectrum = Spectrum(spectra, about | {"norm": "pre-norm weight γ: folded"}) if spectra else None
     found = findings(readings)
     usual = "--images DIR" if readings.facts["images"] else "--text FILE"
-    given = {"model": shlex.quote(name or "MODEL"), "data": usual if options is None else options}
+    given = {"model": shlex.quote(told.get("name", "MODEL")), "data": told.get("options", usual)}
     advised = tuple(replace(finding, advice=finding.advice.format(**given).strip()) for finding in found)
-    profile, removals = Profile(values, context), tuple[Removal, ...]()
+    removals: tuple[Removal, ...] = ()
     if remove and isinstance(batches, Sequence):
         removals = prune(bare, batches, readings["influence"], remove, part=part, quality=quality)
-    return Diagnosis(headline(readings, found), advised, profile, spectrum, readings, context, removals)
+    return Diagnosis(headline(readings, found), advised, Profile(values, about), spectrum, readings, about, removals)
 
 
 def headline(r: Readings, found: Iterable[Finding]) -> str:
@@ -169,20 +160,16 @@ def headline(r: Readings, found: Iterable[Finding]) -> str:
         if not {"idle layers", "idle heads"} & by_name.keys():
             why += f", and every layer{' and head' if 'head_share' in r else ''} adds something of its own"
         return f"Nothing wrong: {why}."
-    if alike is None:
-        first = f"No over-smoothing (mean cosine of tokens {end:.2f} after the last of {r.layers} layers)"
-    else:
+    first = f"No over-smoothing (mean cosine of tokens {end:.2f} after the last of {r.layers} layers)"
+    if alike is not None:
         how = "Tokens grow alike" if alike.severity == "note" else "Over-smoothing: tokens grow alike"
         where = f"mostly in {named(alike.layers)}{by_part(r, alike.layers)}"
         first = f"{how} (mean cosine {start:.2f} to {end:.2f}), {where}"
         if end - start < 0.1:
             first = f"Tokens are alike from the start (mean cosine {start:.2f})"
-        if alike.severity == "note":
-            first += "; by itself that is no fault"
+        first += "; by itself that is no fault" if alike.severity == "note" else ""
     others = [name for name in wrong if name != "tokens alike"]
-    if others:
-        return f"{first}. What is wrong: {', '.join(others)}."
-    return f"{first}. Nothing else is wrong." if alike is not None else f"{first}."
+    return f"{first}. What is wrong: {', '.join(others)}." if others else f"{first}. Nothing else is wrong."
 
 
 def _lines(text: str, width: int) -> list[str]:

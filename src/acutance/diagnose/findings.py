@@ -80,11 +80,6 @@ def score(name: str, readings: Readings) -> Numbers:
     return known.score(readings) if is_read else np.full(readings.layers, np.nan)
 
 
-def is_alarm(finding: Finding) -> bool:
-    """Whether it says that something is wrong, or notable: tokens that grow alike a little are neither."""
-    return finding.name != "tokens alike" or finding.severity != "note"
-
-
 def where_it_rose(r: Readings) -> tuple[int, ...]:
     """The fewest layers that make up half of all that the tokens' cosine rose."""
     rises = np.maximum(np.diff(r["cosine"]), 0).round(6)  # equal steps by depth
@@ -126,7 +121,8 @@ def constant_branch(r: Readings, layers: tuple[int, ...], scores: Numbers) -> To
 
 def samples_alike(r: Readings) -> Numbers:
     """The mean cosine between samples at the end, as the last layer's."""
-    return last_alone(r, r["pooled_cosine"][-1] if r.facts["samples"] >= FEW_SAMPLES else np.nan)
+    known = r["pooled_cosine"][-1] if r.facts["samples"] >= FEW_SAMPLES else np.nan
+    return np.append(np.full(r.layers - 1, np.nan), known)
 
 
 @Detector("embeddings alike", 0.9, "pooled_cosine", samples_alike)
@@ -226,14 +222,16 @@ def attention_to_itself(r: Readings, layers: tuple[int, ...], scores: Numbers) -
     """Tokens attend to themselves."""
     evidence = f"{named(layers)}: a token gives {scores.mean():.0%} of its attention to itself"
     meaning = "Attention is close to the identity: it moves little between tokens."
-    return in_most(r, layers), evidence, meaning, MEASURE + "--metrics attention_entropy"
+    severity: Severity = "warning" if 2 * len(layers) >= r.layers else "note"
+    return severity, evidence, meaning, MEASURE + "--metrics attention_entropy"
 
 
 @Detector("even attention", 0.985, "evenness", lambda r: heads_mean(r["evenness"]))
 def even_attention(r: Readings, layers: tuple[int, ...], scores: Numbers) -> Told:
     """All tokens get the same attention."""
     evidence = f"{named(layers)}: entropy is {scores.mean():.1%} of that of even attention"
-    return in_most(r, layers), evidence, "Attention does not choose: it hands every token the mean of all.", SWEEP
+    meaning = "Attention does not choose: it hands every token the mean of all."
+    return "warning" if 2 * len(layers) >= r.layers else "note", evidence, meaning, SWEEP
 
 
 @Detector("smoothing weights", 0.14, "tendency", lambda r: -r["tendency"], least=0.5)
@@ -244,16 +242,6 @@ def smoothing_weights(r: Readings, layers: tuple[int, ...], scores: Numbers) -> 
         evidence += f"; measured across attention: {np.nanmean(r['change by attention'][np.array(layers) - 1]):+.2f}"
     meaning = "W_V and W_proj amplify what the tokens share. That is a tendency; the data tell what comes of it."
     return "note", evidence, meaning, "acutance explain {model}"
-
-
-def in_most(r: Readings, layers: Sequence[int]) -> Severity:
-    """A warning where half of the layers or more are concerned."""
-    return "warning" if 2 * len(layers) >= r.layers else "note"
-
-
-def last_alone(r: Readings, value: float) -> Numbers:
-    """The value at the last layer, NaN at all others."""
-    return np.append(np.full(r.layers - 1, np.nan), value)
 
 
 def heads_mean(values: Numbers) -> Numbers:

@@ -17,7 +17,7 @@ from acutance.attention import AttentionCall
 from acutance.attention.operator import AttentionOperator
 from acutance.errors import AcutanceError, AcutanceWarning, NoSitesError
 from acutance.explain.change import ChangeReader
-from acutance.explain.read import centres
+from acutance.explain.read import inverse_size
 from acutance.explain.spectrum import LayerSpectrum
 from acutance.explain.weights import layer_spectrum
 from acutance.measure.profile import MetricValue
@@ -201,13 +201,6 @@ def read(model: nn.Module, batches: Iterable[Any], *, part: str | None = None, p
             curve = [found[n][name].mean if name in found.get(n, {}) else np.nan for n in reader.order]
             readings.curves[f"change by {name}"] = np.array(curve)
     return Read(readings, values, tuple(reader.spectra.values()))
-
-
-def inverse_size(norm: nn.Module, tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """The mean over tokens of 1/σ, by which a norm multiplies them, per sample."""
-    x = tokens - tokens.mean(-1, keepdim=True) if centres(norm, tokens) else tokens
-    sizes = x.double().square().mean(-1).sqrt().clamp_min(torch.finfo(torch.float32).eps)
-    return masked_mean(1 / sizes, valid_positions(mask, tokens))
 
 
 def influence(before: Tensor, after: Tensor, valid: Tensor) -> Tensor:

@@ -88,7 +88,8 @@ def _diagnosis(folder: Path, config: Config) -> Diagnosis:
     """What is wrong with the plain model, and what to try."""
     task, run = ClassificationTask(config.task, seed=0, device=torch.device("cpu")), Run(folder)
     batches = task.inputs("test", range(task.size("test"))).split(config.loop.batch_size)
-    return diagnose(load(run.model_path), batches, progress=False, name=str(folder), data="the test images", options="")
+    about = {"name": str(folder), "data": "the test images", "options": ""}
+    return diagnose(load(run.model_path), batches, progress=False, context=about)
 
 
 def _train_and_measure(run: Run, config: Config, console: Console) -> Trained:
