@@ -21,7 +21,7 @@ MOST = 7  # findings in a diagnosis
 FEW_SAMPLES, FEW_TOKENS = 4, 8  # below these the samples' embeddings, or the share of one token, say nothing
 PARTS = {"attention": "attention", "mlp": "the MLP", "rest": "what follows attention"}  # of a block, in words
 PARTS |= {"norm1": "the norm after attention", "norm2": "the norm after the MLP"}
-SWEEP = "acutance sweep {model} {data} --remedies all --fine-tune 50"
+SWEEP = "acutance sweep {model} {data} --remedies all"
 MEASURE = "acutance measure {model} {data} "
 
 
