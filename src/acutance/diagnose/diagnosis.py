@@ -142,7 +142,7 @@ def diagnose(
     found = findings(readings)
     usual = "--images DIR" if readings.facts["images"] else "--text FILE"
     given = {"model": shlex.quote(told.get("name", "MODEL")), "data": told.get("options", usual)}
-    advised = tuple(replace(finding, advice=finding.advice.format(**given).strip()) for finding in found)
+    advised = tuple(replace(finding, advice=finding.advice.format(**given).replace("  ", " ")) for finding in found)
     removals: tuple[Removal, ...] = ()
     if remove and isinstance(batches, Sequence):
         removals = prune(bare, batches, readings["influence"], remove, part=part, quality=quality)
