@@ -17,6 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from acutance.diagnose.findings import DETECTORS
 from acutance.explain.spectral_theory import rank_correlation
 from acutance.lab.robustness import CORRUPTIONS, SEVERITIES, RobustnessTable
 from acutance.lab.studies.layers import middle_and_range
@@ -704,6 +705,57 @@ def parity_errors_table() -> Iterator[str]:
         yield line(precision, *(f"{figure:.2g}" if figure else "" for figure in figures))
 
 
+# diagnose.md, from what benchmarks/planting.py wrote
+
+
+def planting() -> tuple[dict[str, Any], list[Row]]:
+    folder = EVIDENCE / "diagnose"
+    return json.loads((folder / "planting.json").read_text("utf-8")), read(folder / "planting.csv")
+
+
+def detector_table() -> Iterator[str]:
+    for name, known in DETECTORS.items():
+        yield line(name, str(known.tell.__doc__).rstrip("."), f"{known.threshold:g}")
+
+
+def planted_table() -> Iterator[str]:
+    """By fault, of the models that thresholds were not chosen from: found at each dose, and told without the fault."""
+    about, rows = planting()
+    tried = [row for row in rows if row["half"] == "try"]
+    for fault, known in about["faults"].items():
+        cells = []
+        for dose in known["doses"]:
+            found = [row for row in tried if row["fault"] == fault and float(row["dose"]) == dose]
+            hits = sum(known["finding"] in row["alarms"].split("; ") for row in found)
+            cells.append(f"{hits} of {len(found)} at {dose:g}")
+        free = [row for row in tried if not row["fault"] and row["model"] not in known["has"].split()]
+        free = [row for row in free if row[f"score: {known['finding']}"] != "nan"]  # patches are not in texts
+        alarms = sum(known["finding"] in row["alarms"].split("; ") for row in free)
+        yield line(fault, known["finding"], *cells, f"{alarms} of {len(free)}")
+
+
+def confusion_table() -> Iterator[str]:
+    """By fault at its largest dose: in how many of these models each other finding came with it."""
+    about, rows = planting()
+    tried = [row for row in rows if row["half"] == "try"]
+    plain = {row["model"]: set(row["found"].split("; ")) for row in tried if not row["fault"]}
+    for fault, known in about["faults"].items():
+        found = [row for row in tried if row["fault"] == fault and float(row["dose"]) == known["doses"][-1]]
+        told = [
+            name for row in found for name in set(row["found"].split("; ")) - plain[row["model"]] - {known["finding"]}
+        ]
+        others = ", ".join(
+            f"{name} {told.count(name)}" for name in sorted(set(told), key=lambda name: (-told.count(name), name))
+        )
+        yield line(fault, f"{len(found)}", others or "none")
+
+
+def said_table() -> Iterator[str]:
+    for said in planting()[0]["said"]:
+        findings = "; ".join(f"{found['name']} ({found['severity']})" for found in said["findings"])
+        yield line(said["model"], said["data"], said["headline"], findings or "none")
+
+
 # A page, a heading, which of the tables below it, and what writes its rows.
 # sweep.md
 
@@ -752,6 +804,10 @@ TABLES: list[tuple[str, str, int, Callable[[], Iterable[str]]]] = [
     ("docs/measure.md", "A trained pair", 0, trained_pair_table),
     ("docs/robustness.md", "Measured: a trained pair", 0, robustness_table),
     *(("docs/sweep.md", heading, 0, partial(sweep_table, name)) for name, heading in SWEPT.items()),
+    ("docs/diagnose.md", "How to read a finding", 0, detector_table),
+    ("docs/diagnose.md", "Planted faults", 0, planted_table),
+    ("docs/diagnose.md", "Planted faults", 1, confusion_table),
+    ("docs/diagnose.md", "What it says of real models", 0, said_table),
     ("docs/parity.md", "The table", 0, parity_table),
     ("docs/parity.md", "How small a mistake would be seen?", 0, parity_errors_table),
 ]

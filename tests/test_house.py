@@ -61,9 +61,10 @@ def test_help_and_import_do_not_import_torch():
         assert not found & {"torch", "numpy", "acutance.lab.train", "acutance.lab.recipes"}
 
 
-def test_measure_and_explain_stay_functions_when_their_rooms_are_imported():
-    program = "import acutance.measure.walk, acutance.explain.spectrum\nimport acutance as ac\n"
-    imported(program + "assert ac.measure.__name__ == 'measure' and ac.explain.__name__ == 'explain'")
+def test_verbs_stay_functions_when_their_rooms_are_imported():
+    rooms = "acutance.measure.walk, acutance.explain.spectrum, acutance.diagnose.quality"
+    same = "[f.__name__ for f in (ac.measure, ac.explain, ac.diagnose)] == ['measure', 'explain', 'diagnose']"
+    imported(f"import {rooms}\nimport acutance as ac\nassert {same}")
 
 
 def test_public_names_and_the_places_of_old_ones_are_there():

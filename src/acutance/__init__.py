@@ -17,6 +17,7 @@ from acutance.version import __version__
 if TYPE_CHECKING:
     from acutance import io, metrics, models, sites
     from acutance.attention.operator import AttentionOperator
+    from acutance.diagnose import diagnose
     from acutance.diagnose.compare import compare
     from acutance.explain import Spectrum, explain, spectral_theory, steer, theory
     from acutance.explain.steer import fold
@@ -31,18 +32,18 @@ if TYPE_CHECKING:
     from acutance.sites.mitigate import mitigate
 
 __all__ = [
-    "AcutanceError", "AcutanceWarning", "AttentionOperator", "AttnScale", "Eigen", "FeatScale", "Mitigation", "Monitor",
-    "NeuTRENO", "Profile", "Spectrum", "__version__", "attention_maps", "compare", "explain", "fold", "io",
-    "laboratory", "load", "measure", "metrics", "mitigate", "models", "penalty", "save", "sites", "spectral_theory",
-    "steer", "sweep", "theory",
+    "AcutanceError", "AcutanceWarning", "AttentionOperator", "AttnScale", "Eigen", "FeatScale", "Mitigation",
+    "Monitor", "NeuTRENO", "Profile", "Spectrum", "__version__", "attention_maps", "compare", "diagnose", "explain",
+    "fold", "io", "laboratory", "load", "measure", "metrics", "mitigate", "models", "penalty", "save", "sites",
+    "spectral_theory", "steer", "sweep", "theory",
 ]  # fmt: skip
 
 _HOMES = [  # torch is imported when one of these is first used, not before
-    "attention.operator:AttentionOperator", "diagnose.compare:compare", "explain.steer:fold", "explain:Spectrum",
-    "explain:explain", "io:load", "io:save", "lab.sweep.run:sweep", "measure.maps:attention_maps",
-    "measure.monitor:Monitor",
-    "measure.penalty:penalty", "measure.profile:Profile", "mitigations:AttnScale", "mitigations:Eigen",
-    "mitigations:FeatScale", "mitigations:Mitigation", "mitigations:NeuTRENO", "sites.mitigate:mitigate",
+    "attention.operator:AttentionOperator", "diagnose.compare:compare", "diagnose:diagnose", "explain.steer:fold",
+    "explain:Spectrum", "explain:explain", "io:load", "io:save", "lab.sweep.run:sweep", "measure.maps:attention_maps",
+    "measure.monitor:Monitor", "measure.penalty:penalty", "measure.profile:Profile", "mitigations:AttnScale",
+    "mitigations:Eigen", "mitigations:FeatScale", "mitigations:Mitigation", "mitigations:NeuTRENO",
+    "sites.mitigate:mitigate",
 ]  # fmt: skip
 
 
@@ -65,10 +66,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps `acutance.explain` the function when the room of this name is imported."""
+    """Keeps `acutance.explain` and `acutance.diagnose` the functions when the rooms of these names are imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not (name == "explain" and isinstance(value, ModuleType)):
+        if not (name in ("diagnose", "explain") and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 

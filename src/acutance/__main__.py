@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from acutance.cli.diagnose import diagnose
 from acutance.cli.options import console
 from acutance.cli.verbs import explain, measure
 from acutance.errors import AcutanceError
@@ -23,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-CORE = (measure, explain, sweep, mitigate, compare)  # first in the help, in this order
+CORE = (diagnose, measure, explain, sweep, mitigate, compare)  # first in the help, in this order
 for verb in (*CORE, demo, train, evaluate, robustness, reproduce, bench):
     app.command()(verb)
 app.add_typer(studies, name="lab")

@@ -22,6 +22,7 @@ from tiny_folders import tiny
 
 ACUTANCE = str(Path(sys.executable).with_name("acutance"))
 VERBS = [
+    "diagnose",
     "measure",
     "explain",
     "mitigate",

@@ -51,6 +51,7 @@ def test_writes_runs_profiles_and_one_page(shown):
     assert results["verdict"] in " ".join(text.split())
     assert all(variant in results["verdict"] for variant in VARIANTS)
     assert [row["variant"] for row in results["summary"]] == list(VARIANTS)
+    assert "seeds/plain-seed0: 2 layers" in " ".join(text.split()), "it ends with a diagnosis of the plain model"
     assert "±" in results["summary"][0]["accuracy %"]
     assert escape(results["verdict"]) in (folder / "report.html").read_text()
     assert ac.load(folder / "neutreno-seed1/model.safetensors").config.mitigation == "neutreno:0.6"

@@ -137,10 +137,7 @@ class LayerReader(Visitor):
         self.valid = padding(self.present, self.tokens, call)
         self.before = self._ratio(self.tokens)
         if self.pre_norm is not None:
-            x, mask = self._counted(self.tokens)
-            x = x - x.mean(-1, keepdim=True) if centres(self.pre_norm, x) else x
-            sizes = x.double().square().mean(-1).sqrt().clamp_min(torch.finfo(torch.float32).eps)
-            self.kept["scale"].append(masked_mean(1 / sizes, valid_positions(mask, x)))
+            self.kept["scale"].append(inverse_size(self.pre_norm, *self._counted(self.tokens)))
         try:
             others, residuals = competing_eigenvalues(A, list(self.lam.values()), self.valid)
         except NonFiniteError as problem:
@@ -202,6 +199,13 @@ class LayerReader(Visitor):
         after = self._ratio(tokens)
         change = torch.log(after / self.before)
         self.kept[place].append(torch.where(after == self.before, 0.0, change))  # 0/0 and ∞/∞ included: nothing changed
+
+
+def inverse_size(norm: nn.Module, tokens: Tensor, mask: Tensor | None) -> Tensor:
+    """The mean over tokens of 1/σ, by which a norm multiplies them, per sample."""
+    x = tokens - tokens.mean(-1, keepdim=True) if centres(norm, tokens) else tokens
+    sizes = x.double().square().mean(-1).sqrt().clamp_min(torch.finfo(torch.float32).eps)
+    return masked_mean(1 / sizes, valid_positions(mask, tokens))
 
 
 def centres(norm: nn.Module, tokens: Tensor) -> bool:

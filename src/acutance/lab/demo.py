@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from acutance.diagnose import Diagnosis, diagnose
 from acutance.diagnose.quality import Quality, measure_quality
 from acutance.errors import AcutanceError
 from acutance.files.atomic import atomic_write
@@ -79,7 +80,16 @@ def run_demo(
     for row in summary:
         table.add_row(*row.values())
     console.print(table, f"\n{verdict}\n\nOpen {escape(str(folder / 'report.html'))} to look at it layer by layer.")
+    console.print(_diagnosis(folder / "plain-seed0", config))
     return runs
+
+
+def _diagnosis(folder: Path, config: Config) -> Diagnosis:
+    """What is wrong with the plain model, and what to try."""
+    task, run = ClassificationTask(config.task, seed=0, device=torch.device("cpu")), Run(folder)
+    batches = task.inputs("test", range(task.size("test"))).split(config.loop.batch_size)
+    about = {"name": str(folder), "data": "the test images", "options": ""}
+    return diagnose(load(run.model_path), batches, progress=False, context=about)
 
 
 def _train_and_measure(run: Run, config: Config, console: Console) -> Trained:
