@@ -1,10 +1,11 @@
 """What every remedy adds, whether it starts at the identity, and in which kinds of models it works, by trying it.
 
-    python benchmarks/family.py
+    python benchmarks/family.py [--only xsa gate]
 
 Writes docs/evidence/family/family.csv, from which docs/figures.py makes the table of docs/remedies.md.
 """
 
+import argparse
 import csv
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, S
 import acutance as ac
 from acutance.mitigations import REGISTRY, LayerShape
 
+NAMES = sorted(REGISTRY.keys() - {"none", "eigen"})
 OUT = Path(__file__).parents[1] / "docs" / "evidence" / "family" / "family.csv"
 TINY = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 60}
 DEIT_TINY = [LayerShape(layer, dim=192, heads=3, head_dim=64, kv_heads=3, pretrained=True) for layer in range(1, 13)]
@@ -94,10 +96,13 @@ def row(name: str, cls: type[ac.Mitigation]) -> dict[str, object]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=sorted(REGISTRY), default=NAMES)
+    parser.add_argument("--out", type=Path, default=OUT)
+    asked = parser.parse_args()
     warnings.simplefilter("ignore")
-    rows = [row(name, cls) for name, cls in sorted(REGISTRY.items()) if name not in ("none", "eigen")]
-    OUT.parent.mkdir(parents=True, exist_ok=True)
-    with OUT.open("w", newline="", encoding="utf-8") as file:
+    rows = [row(name, REGISTRY[name]) for name in asked.only]
+    with asked.out.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)

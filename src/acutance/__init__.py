@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from acutance.attention.operator import AttentionOperator
     from acutance.diagnose import diagnose
     from acutance.diagnose.compare import compare
-    from acutance.explain import Spectrum, explain, spectral_theory, steer, theory
+    from acutance.explain import Spectrum, explain, steer, theory
     from acutance.explain.steer import fold
     from acutance.io import load, save
     from acutance.lab import studies as laboratory
@@ -35,7 +35,7 @@ __all__ = [
     "AcutanceError", "AcutanceWarning", "AttentionOperator", "AttnScale", "Eigen", "FeatScale", "Mitigation",
     "Monitor", "NeuTRENO", "Profile", "Spectrum", "__version__", "attention_maps", "compare", "diagnose", "explain",
     "fold", "io", "laboratory", "load", "measure", "metrics", "mitigate", "models", "penalty", "save", "sites",
-    "spectral_theory", "steer", "sweep", "theory",
+    "steer", "sweep", "theory",
 ]  # fmt: skip
 
 _HOMES = [  # torch is imported when one of these is first used, not before

@@ -18,7 +18,7 @@ from acutance.lab.bench.floor import of_mlp
 from acutance.lab.evaluate import Evaluation
 from acutance.lab.train import Run, override
 from lab.data.tiny_data_sets import picture
-from tiny_folders import tiny
+from tiny_folders import DECLARATION, save_bert, tiny
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = SCRIPTS / "results"
@@ -26,6 +26,7 @@ CPU = ["--device", "cpu"]
 # By script: its options at toy size, where {} is the folder it writes to, and the variants it must find.
 TOYS = {
     "explain_size": (["--dim", "48", "--heads", "4", "--head-dim", "12", "--layers", "2", "--out", "{}"], 1),
+    "family": (["--only", "xsa", "featscale", "--out", "{}/family.csv"], 2),
     "host_time": ([*CPU, "--rounds", "2", "--results", "{}"], 3),
     "planting": (["--only", "one token", "--keep", "{}/kept", "--out", "{}"], 12),
     "over_training": (["--seeds", "1", "--epochs", "1", "--depth", "2", "--runs", "{}/runs", "--out", "{}"], 20),
@@ -51,7 +52,7 @@ def test_a_script_runs_at_toy_size(script, name, tmp_path):
     words, count = TOYS[name]
     rows = script(name, *words)
     assert len(rows) >= count
-    if name not in ("over_training", "planting"):
+    if name not in ("family", "over_training", "planting"):
         assert f"python benchmarks/{name}.py" in rows[0]["command"]
         assert "CPU" in rows[0]["device"]
         assert torch.__version__ in rows[0]["versions"]
@@ -60,8 +61,16 @@ def test_a_script_runs_at_toy_size(script, name, tmp_path):
 
 
 def test_every_script_is_run_here():
-    own = {"dominance", "corruption_parity", "plots", "rxnfp", "time_to_accuracy"}
+    own = {"dominance", "corruption_parity", "neutral", "plots", "rxnfp", "time_to_accuracy"}
     assert {path.stem for path in SCRIPTS.glob("*.py")} == TOYS.keys() | own
+
+
+def test_a_neutral_band_is_a_spread_over_samples(script, tmp_path):
+    save_bert(tmp_path / "bert")
+    words = ("--text", DECLARATION, "--tokens", 32, "--seeds", 0, "--out", "{}/neutral.json")
+    script("neutral", "hf:{}/bert", *words)
+    (found,) = json.loads((tmp_path / "neutral.json").read_text())["models"].values()
+    assert all(len(of["spread"]) > 1 and min(of["spread"]) >= 0 for of in found.values())
 
 
 def test_the_sign_of_a_spectrum_decides_which_family_dominates(script, tmp_path):
