@@ -1,17 +1,9 @@
-"""Statistics of paired runs: intervals, the paired t test, and Holm's correction. The sign-flip test is in compare."""
+"""Statistics of paired runs: the paired t test, and Holm's correction. The sign-flip test is in compare."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from scipy import stats
-
-
-def interval(values: Sequence[float], share: float = 0.95) -> tuple[float, float] | None:
-    """A confidence interval of the mean, by Student's t; None for one value."""
-    if len(values) < 2:
-        return None
-    mean, half = float(np.mean(values)), stats.t.ppf((1 + share) / 2, len(values) - 1) * float(stats.sem(values))
-    return mean - half, mean + half
 
 
 def paired_t(differences: Sequence[float]) -> float | None:

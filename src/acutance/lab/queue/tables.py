@@ -11,10 +11,11 @@ from typing import Any
 from acutance.errors import AcutanceError
 from acutance.files.atomic import atomic_write
 from acutance.lab.evaluate.compare import markdown, sign_flip_p
-from acutance.lab.evaluate.statistics import holm, interval, paired_t
+from acutance.lab.evaluate.statistics import holm, paired_t
 from acutance.lab.queue.jobs import Block, Job, Queue, Row, digest_of
 from acutance.lab.queue.results import Results
 from acutance.lab.tasks import task_class
+from acutance.measure.intervals import margin_of
 
 APART = 0.5  # rows whose means differ by no more are not separated, whatever p is
 SPLIT = {"tune": "val", "final": "test"}
@@ -211,8 +212,8 @@ def _median(row: RowResults, *, read: Callable[[Line], float | None]) -> str:
 def with_interval(values: Sequence[float], *, sign: bool = False) -> str:
     """`72.17 [71.9, 72.4]`, or the mean alone for one seed."""
     spec = "+.2f" if sign else ".2f"
-    mean, around = f"{fmean(values):{spec}}", interval(values)
-    return mean if around is None else f"{mean} [{around[0]:{spec}}, {around[1]:{spec}}]"
+    mean, half = fmean(values), margin_of(values)
+    return f"{mean:{spec}}" + ("" if math.isnan(half) else f" [{mean - half:{spec}}, {mean + half:{spec}}]")
 
 
 def _number(value: float) -> str:
