@@ -9,9 +9,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from acutance.measure.headline import WHOSE, direction, higher_is, is_small, main_curve
+from acutance.measure.headline import WHOSE, direction, is_small, main_curve
 from acutance.measure.intervals import margin_of, student
-from acutance.measure.profile import ARROWS, MATRIX, MetricValue, Profile
+from acutance.measure.profile import MATRIX, MetricValue, Profile, rows_by_metric
 from acutance.report.page import write_page
 from acutance.report.tables import FittedTable, Result, short
 
@@ -77,14 +77,9 @@ class Comparison(Result):
 
     def table(self) -> FittedTable:
         found, columns = self.differences, ("run", "tap", "layer")
-        heads = {d.metric: d.metric + ARROWS.get(higher_is(d.metric), "") for d in found}
-        rows: dict[tuple[str, ...], dict[str, str]] = {}
-        for d in found:
-            key = d.run, d.tap, str(d.layer)
-            row = rows.setdefault(key, dict(zip(columns, key, strict=True)) | dict.fromkeys(heads.values(), ""))
-            row[heads[d.metric]] = str(d)
-        alike = [name for name in columns[:2] if len({row[name] for row in rows.values()}) == 1]
-        shown = [{name: text for name, text in row.items() if name not in alike} for row in rows.values()]
+        rows = rows_by_metric({(d.run, d.tap, str(d.layer), d.metric): str(d) for d in found}, columns)
+        alike = [name for name in columns[:2] if len({row[name] for row in rows}) == 1]
+        shown = [{name: text for name, text in row.items() if name not in alike} for row in rows]
         first, *others = self.profiles
         pairs = sorted(d.pairs for d in found)
         notes = [f"differences from {first} ± half of a 95% interval, each by itself"]
