@@ -61,16 +61,13 @@ def compare(
         raise AcutanceError(f"compare takes two or more, got {what[0]} alone")
     for model in [one for one in what if not one.endswith(".json")]:
         options.check(model)
-    from acutance.diagnose.compare import read_profile
-    from acutance.measure.comparison import compared
+    from acutance.diagnose.compare import compare as compared
 
-    def profile(one: str) -> Any:
-        if one.endswith(".json"):
-            return read_profile(one)
-        loaded = options.load(one)
+    def measured(model: str) -> Any:
+        loaded = options.load(model)
         return options.profile(loaded, options.batches(loaded, data))
 
-    show(compared(*map(profile, what)), json_path, html_path)
+    show(compared(*(one if one.endswith(".json") else measured(one) for one in what)), json_path, html_path)
 
 
 def compare_runs(

@@ -65,14 +65,12 @@ class Comparison(Result):
     def headline(self) -> str:
         """What the comparison shows, in a sentence about the last layer."""
         name, first = next(iter(self.profiles.items()))
-        curve, found = main_curve(first), self.differences
-        said = []
-        for other in [run for run in self.profiles if run != name] if curve else ():
-            last = [d for d in found if (d.run, d.tap, d.metric) == (other, curve[0].tap, curve[0].metric)][-1:]
-            said += [
-                f"{_words(d, name)} after layer {d.layer}: {d.metric} {short(d.other)} beside {short(d.first)} ({d})"
-                for d in last
-            ]
+        shown = {(r.tap, r.metric) for r in main_curve(first)}
+        last = {d.run: d for d in self.differences if (d.tap, d.metric) in shown}
+        said = [
+            f"{_words(d, name)} after layer {d.layer}: {d.metric} {short(d.other)} beside {short(d.first)} ({d})"
+            for d in last.values()
+        ]
         return f"{'; '.join(said)}." if said else ""
 
     def table(self) -> FittedTable:
