@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import acutance as ac
-from acutance.diagnose.quality import Quality, labels_of, masked, measure_quality, objective_of, student
+from acutance.diagnose.quality import Quality, labels_of, masked, measure_quality, objective_of
 from acutance.errors import AcutanceError, NonFiniteError
 from acutance.io import load_model
+from acutance.measure.intervals import student
 from tiny_folders import DECLARATION, save_bert, tiny
 
 RANDOM = np.random.default_rng(0)
@@ -26,7 +27,7 @@ def quality(values, weights=None, name="loss", higher=False):
 @pytest.mark.parametrize("freedom", [1, 2, 3, 10, 63, 1000, 50_000])
 @pytest.mark.parametrize("level", [0.95, 1 - 0.05 / 20])
 def test_students_interval_is_scipys(level, freedom):
-    assert student(level, freedom) == pytest.approx(stats.t.ppf((1 + level) / 2, freedom), rel=1e-4)
+    assert student(freedom, level) == pytest.approx(stats.t.ppf((1 + level) / 2, freedom), rel=1e-4)
 
 
 def test_intervals_are_students_and_paired_ones_are_narrower():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from acutance.errors import AcutanceError, NonFiniteError
+from acutance.measure.intervals import student
 from acutance.measure.samples import SPECIAL, Fed, fed_of, refuse_single
 from acutance.measure.walk import feed
 from acutance.models import LanguageModel
@@ -115,16 +116,8 @@ def _interval(
     values, weights = np.r_[values, extra], np.r_[weights, [count] * len(extra)]
     middle = float(np.average(values, weights=weights))
     error = math.sqrt(n / (n - 1) * float(squares @ (values - middle) ** 2)) / float(weights.sum())
-    half = student(level, n - 1) * error
+    half = student(n - 1, level) * error
     return middle - half, middle + half
-
-
-def student(level: float, freedom: int) -> float:
-    """How many standard errors Student's t interval reaches: its density is cos^(ν−1) θ in t = √ν tan θ."""
-    theta = np.linspace(0, math.pi / 2, 200_001)
-    density = np.cos(theta) ** (freedom - 1)
-    mass = np.r_[0, np.cumsum(density[1:] + density[:-1])]
-    return math.sqrt(freedom) * math.tan(float(np.interp(level, mass / mass[-1], theta)))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from acutance.attention import AttentionCall
 from acutance.errors import AcutanceError
+from acutance.measure.intervals import margin_of
 from acutance.measure.samples import TokenLayout
 from acutance.measure.walk import Batch, Visitor
 from acutance.metrics import hfc_lfc_frobenius
@@ -50,8 +51,7 @@ class Shift:
     @property
     def margin(self) -> float:
         """Half the 95 % interval of the mean, by Student's t; NaN for one sample."""
-        count = len(self.by_sample)
-        return student(count - 1) * float(self.by_sample.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan
+        return margin_of(self.by_sample)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -80,13 +80,6 @@ class Change:
     def attention(self) -> Shift:
         """The attention's part; where the parts are not known, the whole."""
         return self.parts.get("attention", self.whole)
-
-
-def student(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t, to 0.1 %: from a table up to 3, then by the Cornish–Fisher expansion."""
-    if freedom <= 3:
-        return (12.7062, 4.3027, 3.1824)[freedom - 1]
-    return 1.959964 + 2.372271 / freedom + 2.822499 / freedom**2 + 2.555850 / freedom**3 + 1.589534 / freedom**4
 
 
 def change_between(before: Tensor, after: Tensor) -> Tensor:

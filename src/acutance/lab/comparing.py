@@ -46,13 +46,13 @@ def compare(
 
     acutance compare runs/plain-seed* runs/neutreno-seed*
     """
-    about_scores: dict[str, Any] = {"split": split, "score": score, "weights": weights}
+    about_scores: dict[str, Any] = {"split": split, "score": score, "weights": weights, "settings": assignments}
     named = [one for one in what if Path(one).suffix in (".json", ".safetensors") or ":" in one]
     is_read = data is not None or any(getattr(options, f.name) != f.default for f in fields(options))
     if not named and not is_read:
         if html_path is not None:
             raise AcutanceError("--html draws what is measured: give --data own to measure runs, or leave out --html")
-        compare_runs([*map(Path, what)], about_scores, assignments, robustness, markdown_path, json_path)
+        compare_runs([*map(Path, what)], about_scores, robustness, markdown_path, json_path)
         return
     if (split, score, weights, assignments, robustness, markdown_path) != ("test", None, None, None, False, None):
         asked = f"{named[0]} is compared" if named else "with options on data they are compared"
@@ -61,36 +61,25 @@ def compare(
         raise AcutanceError(f"compare takes two or more, got {what[0]} alone")
     for model in [one for one in what if not one.endswith(".json")]:
         options.check(model)
-    from acutance.diagnose.compare import read_profile
-    from acutance.measure.comparison import compared
+    from acutance.diagnose.compare import compare as compared
 
-    def profile(one: str) -> Any:
-        if one.endswith(".json"):
-            return read_profile(one)
-        loaded = options.load(one)
+    def measured(model: str) -> Any:
+        loaded = options.load(model)
         return options.profile(loaded, options.batches(loaded, data))
 
-    show(compared(*map(profile, what)), json_path, html_path)
+    show(compared(*(one if one.endswith(".json") else measured(one) for one in what)), json_path, html_path)
 
 
 def compare_runs(
-    runs: list[Path],
-    how: dict[str, Any],
-    assignments: list[str] | None,
-    robustness: bool,
-    markdown_path: Path | None,
-    json_path: Path | None,
+    runs: list[Path], how: dict[str, Any], robustness: bool, markdown_path: Path | None, json_path: Path | None
 ) -> None:
     """Print and write the scores of runs."""
     from acutance.lab.evaluate.compare import compare as compared
     from acutance.lab.evaluate.compare import compare_robustness
 
-    if robustness and assignments:
+    if robustness and how.pop("settings"):
         raise AcutanceError("--robustness takes no --set: it finds tables that were measured in the same way")
-    if robustness:
-        found: list[Any] = compare_robustness(runs, **how | {"weights": how["weights"] or "last"})
-    else:
-        found = [compared(runs, settings=assignments, **how)]
+    found: list[Any] = compare_robustness(runs, **how) if robustness else [compared(runs, **how)]
     table, bodies = "\n".join(one.to_markdown() for one in found), [one.to_dict() for one in found]
     say(table, end="")
     write(markdown_path, table.encode())

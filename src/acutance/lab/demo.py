@@ -19,7 +19,7 @@ from acutance.errors import AcutanceError
 from acutance.files.atomic import atomic_write
 from acutance.io.saving import load
 from acutance.lab import recipes
-from acutance.lab.evaluate.compare import spread_of, with_spread
+from acutance.lab.evaluate.statistics import spread_of, with_spread
 from acutance.lab.studies.runs import merge
 from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train import Config, Run, override, train

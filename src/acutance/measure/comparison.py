@@ -4,18 +4,16 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from acutance.measure.headline import WHOSE, direction, higher_is, is_small, main_curve
-from acutance.measure.profile import ARROWS, MATRIX, MetricValue, Profile
+from acutance.measure.headline import WHOSE, direction, is_small, main_curve
+from acutance.measure.intervals import margin_of, student
+from acutance.measure.profile import MATRIX, MetricValue, Profile, rows_by_metric
 from acutance.report.page import write_page
 from acutance.report.tables import FittedTable, Result, short
-
-CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -67,29 +65,22 @@ class Comparison(Result):
     def headline(self) -> str:
         """What the comparison shows, in a sentence about the last layer."""
         name, first = next(iter(self.profiles.items()))
-        curve, found = main_curve(first), self.differences
-        said = []
-        for other in [run for run in self.profiles if run != name] if curve else ():
-            last = [d for d in found if (d.run, d.tap, d.metric) == (other, curve[0].tap, curve[0].metric)][-1:]
-            said += [
-                f"{_words(d, name)} after layer {d.layer}: {d.metric} {short(d.other)} beside {short(d.first)} ({d})"
-                for d in last
-            ]
+        shown = {(r.tap, r.metric) for r in main_curve(first)}
+        last = {d.run: d for d in self.differences if (d.tap, d.metric) in shown}
+        said = [
+            f"{_words(d, name)} after layer {d.layer}: {d.metric} {short(d.other)} beside {short(d.first)} ({d})"
+            for d in last.values()
+        ]
         return f"{'; '.join(said)}." if said else ""
 
     def table(self) -> FittedTable:
         found, columns = self.differences, ("run", "tap", "layer")
-        heads = {d.metric: d.metric + ARROWS.get(higher_is(d.metric), "") for d in found}
-        rows: dict[tuple[str, ...], dict[str, str]] = {}
-        for d in found:
-            key = d.run, d.tap, str(d.layer)
-            row = rows.setdefault(key, dict(zip(columns, key, strict=True)) | dict.fromkeys(heads.values(), ""))
-            row[heads[d.metric]] = str(d)
-        alike = [name for name in columns[:2] if len({row[name] for row in rows.values()}) == 1]
-        shown = [{name: text for name, text in row.items() if name not in alike} for row in rows.values()]
+        rows = rows_by_metric({(d.run, d.tap, str(d.layer), d.metric): str(d) for d in found}, columns)
+        alike = [name for name in columns[:2] if len({row[name] for row in rows}) == 1]
+        shown = [{name: text for name, text in row.items() if name not in alike} for row in rows]
         first, *others = self.profiles
         pairs = sorted(d.pairs for d in found)
-        notes = [f"differences from {first} ± half of a {CONFIDENCE:.0%} interval, each by itself"]
+        notes = [f"differences from {first} ± half of a 95% interval, each by itself"]
         unpaired = f"samples are not {'all ' if pairs and pairs[-1] else ''}paired"
         notes += [f"paired over {pairs[-1]} samples" if pairs and pairs[0] else unpaired]
         notes += ["arrows point to smoother", *(f"tap: {found[0].tap}" for name in alike if name == "tap")]
@@ -125,26 +116,16 @@ def compared(*profiles: Profile) -> Comparison:
 def _difference(name: str, a: MetricValue, b: MetricValue, *, is_same: bool) -> Difference:
     x, y = a.values, b.values
     pairs = len(x) if is_same and x is not None and y is not None and len(x) == len(y) else 0
-    with np.errstate(invalid="ignore", divide="ignore"):
-        if pairs:
-            deviation = np.std(np.subtract(y, x, dtype=np.float64), ddof=min(1, pairs - 1))  # type: ignore[arg-type]
-            error, freedom = deviation / math.sqrt(pairs), pairs - 1.0
-        else:
-            counts = np.array([a.count, b.count])
-            parts = np.square([a.std, b.std]) / counts
-            error = np.sqrt(parts.sum())
-            freedom = float(parts.sum() ** 2 / (parts**2 / (counts - 1)).sum()) if error else float(counts.min() - 1)
-        half = float(error) * _student(freedom) if min(a.count, b.count) > 1 else math.nan
+    if pairs:
+        half = margin_of(np.subtract(y, x, dtype=np.float64))  # type: ignore[arg-type]
+    elif min(counts := np.array([a.count, b.count])) < 2:
+        half = math.nan
+    else:
+        parts = np.square([a.std, b.std]) / counts
+        error = float(parts.sum())
+        freedom = error**2 / float((parts**2 / (counts - 1)).sum()) if error else float(counts.min() - 1)
+        half = math.sqrt(error) * student(freedom)
     return Difference(name, a.tap, a.layer, a.metric, a.mean, b.mean, b.mean - a.mean, half, pairs)
-
-
-@lru_cache
-def _student(freedom: float) -> float:
-    """The t that |T| stays below with `CONFIDENCE`: T = √ν tan θ, where θ has a density like cos(θ)^(ν − 1)."""
-    angle = np.linspace(0, math.pi / 2, 100_001)
-    density = np.cos(angle) ** (min(freedom, 1e5) - 1)
-    share = np.cumsum(density[1:] + density[:-1])
-    return float(math.sqrt(min(freedom, 1e5)) * np.tan(np.interp(CONFIDENCE, share / share[-1], angle[1:])))
 
 
 def _words(d: Difference, first: str) -> str:

@@ -2,7 +2,7 @@
 
 import os
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -91,12 +91,14 @@ class Profile(Result):
 
     def table(self, *, spread: bool = False) -> FittedTable:
         """For the terminal: what the profile shows, and means by layer; with `spread` their deviations too."""
-        cells = {(r.tap, r.layer, r.metric): short(r.mean) for r in self.readings}
-        if spread:
-            cells = {(r.tap, r.layer, r.metric): f"{short(r.mean)} ± {short(r.std, r.mean)}" for r in self.readings}
+        cells: dict[tuple[str, ...], str] = {
+            (r.tap, str(r.layer), r.metric): short(r.mean) + (f" ± {short(r.std, r.mean)}" if spread else "")
+            for r in self.readings
+        }
         over = f"over {self.context['runs']} runs" if self.context.get("runs") else "over samples"
-        what = f"mean{' ± standard deviation' if spread else 's'} {over}; arrows point to smoother"
-        return table_of(self.title, cells, f"{what}; {self.caption}", self.headline)
+        what = f"mean{' ± standard deviation' if spread else 's'} {over}; arrows point to smoother; {self.caption}"
+        keys = "tap", "layer"
+        return FittedTable(self.title, rows_by_metric(cells, keys), what, keys, ("tap",), headline=self.headline)
 
     def compare(self, *others: "Profile") -> "Comparison":
         """How others differ from this one, for example after a mitigation; `other - this` is the same for one."""
@@ -148,12 +150,11 @@ class Profile(Result):
         return write_page({self.title: self}, path)
 
 
-def table_of(title: str, cells: Mapping[tuple[str, int, str], str], caption: str, headline: str = "") -> FittedTable:
-    """A row per tap and layer, a column per metric."""
-    metrics = dict.fromkeys(metric for _, _, metric in cells)
-    rows = [
-        {"tap": tap, "layer": str(layer)}
-        | {metric + ARROWS.get(higher_is(metric), ""): cells.get((tap, layer, metric), "") for metric in metrics}
-        for tap, layer in dict.fromkeys((tap, layer) for tap, layer, _ in cells)
-    ]
-    return FittedTable(title, rows, caption, keys=("tap", "layer"), left=("tap",), headline=headline)
+def rows_by_metric(cells: Mapping[tuple[str, ...], str], keys: Sequence[str]) -> list[dict[str, str]]:
+    """A row per place, which the keys name, and a column per metric, the last part of a cell's place."""
+    heads = {metric: metric + ARROWS.get(higher_is(metric), "") for *_, metric in cells}
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for (*place, metric), text in cells.items():
+        named = dict(zip(keys, place, strict=True))
+        rows.setdefault(tuple(place), named | dict.fromkeys(heads.values(), ""))[heads[metric]] = text
+    return [*rows.values()]

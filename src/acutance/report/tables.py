@@ -5,7 +5,7 @@ import math
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from html import escape
 from itertools import zip_longest
@@ -166,6 +166,12 @@ def html_table(rows: Rows) -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in rows[0])
     lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = False) -> str:
+    """A Markdown table; `numbers` aligns all columns but the first to the right."""
+    rule = ["---", *["---:" if numbers else "---"] * (len(columns) - 1)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (columns, rule, *rows))
 
 
 def to_plain(value: Any) -> Any:

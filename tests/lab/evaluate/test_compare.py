@@ -11,7 +11,7 @@ import acutance as ac
 from acutance.errors import AcutanceError
 from acutance.lab import recipes
 from acutance.lab.evaluate import Evaluation, compare, compare_robustness, paired
-from acutance.lab.evaluate.compare import sign_flip_p
+from acutance.lab.evaluate.statistics import sign_flip_p
 from acutance.lab.robustness import RobustnessTable
 from acutance.lab.robustness.evaluate import weights_digest
 from acutance.lab.train import Run, override
@@ -79,13 +79,13 @@ def test_runs_are_grouped_by_all_but_the_seed(six, tmp_path):
     plain, steered = found.groups
     assert plain.scores == {0: 90.0, 1: 91.0, 2: 92.0}
     assert (plain.mean, plain.spread) == (91.0, 1.0)
-    test = found.against_first(steered)
+    test = steered.against_first
     assert (test.pairs, test.p) == (3, 0.25)
     assert test.mean == pytest.approx(np.mean([1.0, 2.0, 0.5]))
-    assert found.against_first(plain) is None
+    assert plain.against_first is None
     for runs, pairs in (((six[0], *six[4:]), None), ((six[1], *six[3:5]), 1)):  # only shared seeds are paired
         found = compare(runs)
-        assert getattr(found.against_first(found.groups[1]), "pairs", None) == pairs
+        assert getattr(found.groups[1].against_first, "pairs", None) == pairs
     here = top1(tmp_path / "a", "task.data_dir=/here", "loop.log_every=7")  # where the data lies makes no other group
     assert len(compare([here, top1(tmp_path / "b", "loop.seed=1")]).groups) == 1
 
@@ -215,7 +215,7 @@ def test_every_cell_and_mean_of_robustness_has_mean_spread_and_paired_test(six):
         plain, steered = found.comparisons[name].groups
         assert list(plain.scores.values()) == [value, value + 1, value + 2]
         assert (steered.mean, steered.spread) == (value + 3, 2.0)
-        assert found.comparisons[name].against_first(steered) == paired([0, 1, 2], [1, 3, 5])
+        assert steered.against_first == paired([0, 1, 2], [1, 3, 5])
     lines = found.to_markdown().splitlines()
     first, second = "mitigation none, seeds: 3", "mitigation neutreno:0.6, seeds: 3"
     assert lines[0] == f"| top-1, % | {first} | {second} | beside the first | p |"

@@ -170,13 +170,12 @@ def test_the_committed_tables_are_those_of_the_committed_results(tmp_path):
 def test_students_t_is_scipys(freedom):
     values = [0.3, 1.2, -0.4, 0.9, 2.0, 0.1, 0.8, 1.1, 0.2, 0.5, 0.6, 0.7][: freedom + 1]
     assert statistics.paired_t(values) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
-    assert statistics.interval(values) == pytest.approx(stats.ttest_1samp(values, 0).confidence_interval())
 
 
 def test_holm_corrects_for_the_table_and_small_differences_are_not_separated():
     assert statistics.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert statistics.holm([0.5, 0.9]) == [1.0, 1.0]
-    assert statistics.interval([1.0]) is statistics.paired_t([1.0]) is None
+    assert statistics.paired_t([1.0]) is None
     assert (statistics.paired_t([0.0, 0.0]), statistics.paired_t([1.0, 1.0])) == (1.0, 0.0)
     cases = [(0.4, 1e-9, 1), (2.0, 0.2, 1), (2.0, None, 1), (2.0, 0.01, 1), (2.0, 0.01, -1)]
     found = [verdict([mean], p, better) for mean, p, better in cases]

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from acutance.errors import AcutanceError
 from acutance.io.saving import load
 from acutance.lab.evaluate import evaluate as evaluation
 from acutance.lab.evaluate.evaluate import SPLITS, Weights, changed_settings, weights_file
+from acutance.lab.evaluate.statistics import Paired, paired, spread_of, with_spread
 from acutance.lab.files import digest, finite
 from acutance.lab.robustness import RobustnessTable
 from acutance.lab.robustness.evaluate import weights_digest
@@ -20,59 +20,11 @@ from acutance.lab.tasks import task_class
 from acutance.lab.tasks.base import STARTS
 from acutance.lab.train.config import Config
 from acutance.lab.train.run import Run, changes, config_without_incidentals, shown
+from acutance.report.tables import markdown
 
 FORMAT, ROBUSTNESS_FORMAT = "acutance-comparison/1", "acutance-robustness-comparison/1"
 # What a table of robustness depends on, beside the weights and the precision.
 FIELDS = ("data", "images", "pixels", "corruptions", "seed")
-MOST_PAIRS = 40  # 2²⁰ sums in each half
-ROUNDING = 1e-9  # two sums closer than this, relative to the sum of sizes, are equal
-
-
-@dataclass(frozen=True)
-class Paired:
-    """The difference between two groups at the same seeds."""
-
-    mean: float
-    spread: float  # standard deviation over pairs; NaN for one
-    p: float  # of the two-sided sign-flip test
-    pairs: int
-
-    @property
-    def smallest_p(self) -> float:
-        """The smallest p that this many pairs can give: 0.25 for 3 pairs; below 0.05 takes 6."""
-        return float(2.0 ** (1 - self.pairs))
-
-
-def paired(first: Sequence[float], second: Sequence[float]) -> Paired:
-    """second − first, pair by pair."""
-    differences = np.subtract(second, first, dtype=np.float64)
-    return Paired(float(differences.mean()), spread_of(differences), sign_flip_p(differences), len(differences))
-
-
-def sign_flip_p(differences: Sequence[float] | NDArray[np.float64]) -> float:
-    """The share of all 2ⁿ choices of signs whose sum is at least as far from 0 as the observed one.
-
-    Exact. The sums over the first half of the pairs are looked up among the sorted sums over the second, so 40 pairs
-    need two million sums.
-    """
-    values = np.asarray(differences, dtype=np.float64)
-    if not 1 <= len(values) <= MOST_PAIRS or not np.isfinite(values).all():
-        raise AcutanceError(f"a paired test takes 1 to {MOST_PAIRS} finite differences, got {len(values)}")
-    bound = abs(values.sum()) - ROUNDING * np.abs(values).sum()
-    half = len(values) // 2
-    left, right = _signed_sums(values[:half]), np.sort(_signed_sums(values[half:]))
-    at_least = len(right) - np.searchsorted(right, bound - left, side="left")
-    at_most = np.searchsorted(right, -bound - left, side="right")
-    far = int(at_least.sum() + at_most.sum())
-    return min(1.0, far / (len(left) * len(right)))  # if the bound is 0, a sum of 0 is counted twice
-
-
-def _signed_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The sums under all choices of signs; without values, one empty sum."""
-    sums = np.zeros(1)
-    for value in values:
-        sums = np.concatenate([sums + value, sums - value])
-    return sums
 
 
 @dataclass(frozen=True)
@@ -124,6 +76,7 @@ class Group:
     ema: float | None  # if there is one, the weights are the running mean
     runs: Mapping[int, str]  # the folders
     scores: Mapping[int, float]
+    against_first: Paired | None  # over the seeds that both have; None for the first itself, or without such seeds
 
     @property
     def mean(self) -> float:
@@ -132,6 +85,15 @@ class Group:
     @property
     def spread(self) -> float:
         return spread_of(list(self.scores.values()))
+
+    @property
+    def cells(self) -> list[str]:
+        """For example `72.17 ± 0.10`, the difference from the first `+0.84 ± 0.10`, and p."""
+        score, test = with_spread(self.mean, self.spread), self.against_first
+        if test is None:
+            return [score, "", ""]
+        note = " (the least that so few pairs can give)" if np.isclose(test.p, test.smallest_p) else ""
+        return [score, ("+" if test.mean >= 0 else "") + with_spread(test.mean, test.spread), f"{test.p:.3g}{note}"]
 
 
 @dataclass(frozen=True)
@@ -144,32 +106,12 @@ class Comparison:
     settings: EvaluationSettings
     groups: tuple[Group, ...]
 
-    def against_first(self, group: Group) -> Paired | None:
-        """The paired test over the seeds that both groups have; None for the first itself, or without such seeds."""
-        first = self.groups[0]
-        seeds = sorted(first.scores.keys() & group.scores.keys())
-        if group is first or not seeds:
-            return None
-        return paired([first.scores[s] for s in seeds], [group.scores[s] for s in seeds])
-
-    def cells(self, group: Group) -> list[str]:
-        """For example `72.17 ± 0.10`, the difference from the first `+0.84 ± 0.10`, and p."""
-        score, test = with_spread(group.mean, group.spread), self.against_first(group)
-        if test is None:
-            return [score, "", ""]
-        note = " (the least that so few pairs can give)" if np.isclose(test.p, test.smallest_p) else ""
-        return [score, ("+" if test.mean >= 0 else "") + with_spread(test.mean, test.spread), f"{test.p:.3g}{note}"]
-
     def to_dict(self) -> dict[str, Any]:
         how = self.settings
         about = {"score": self.score, "split": self.split, "higher_is_better": self.higher_is_better}
         about |= {"weights": how.weights, "settings": list(how.fields), "precision": how.precision}
         about["test"] = "paired sign-flip permutation over shared seeds, exact, two-sided, against the first group"
-        tests = [(test := self.against_first(group)) and asdict(test) for group in self.groups]
-        groups = [
-            {**asdict(group), "mean": group.mean, "spread": group.spread, "against_first": test}
-            for group, test in zip(self.groups, tests, strict=True)
-        ]
+        groups = [{**asdict(group), "mean": group.mean, "spread": group.spread} for group in self.groups]
         body: dict[str, Any] = finite({"format": FORMAT, **about, "groups": groups})
         return body
 
@@ -177,11 +119,11 @@ class Comparison:
         """A table, and how its scores were computed."""
         better = "higher is better" if self.higher_is_better else "lower is better"
         score = f"{self.score}, {self.split} ({better})"
-        rows = [["configuration", "weights", "seeds", score, "beside the first", "p"], ["---"] * 6]
+        columns, rows = ("configuration", "weights", "seeds", score, "beside the first", "p"), []
         for group in self.groups:
             weights = self.settings.weights + ("" if group.ema is None else f", running mean {group.ema:g}")
-            rows.append([group.label, weights, str(len(group.scores)), *self.cells(group)])
-        return f"{markdown(rows)}\nScores on {self.split}: {self.settings}.\n"
+            rows.append([group.label, weights, str(len(group.scores)), *group.cells])
+        return f"{markdown(columns, rows)}\nScores on {self.split}: {self.settings}.\n"
 
 
 def compare(
@@ -279,13 +221,15 @@ def groups_of(runs: Sequence[ScoredRun], score: str, settings: EvaluationSetting
     # The fields in which any two groups differ, and no others.
     pairs = combinations([run.config for run in firsts], 2)
     differing = dict.fromkeys(name for one, other in pairs for name in changes(one, other))
-    groups = []
+    groups: list[Group] = []
     for first, members in zip(firsts, grouped.values(), strict=True):
         recipe, by_seed = Run(first.folder).record()["recipe"], dict(sorted(members.items()))
         label = ", ".join(_labelled(first.config, name) for name in differing)
         folders = {seed: str(run.folder) for seed, run in by_seed.items()}
         scores = {seed: float(run.scores[settings][score]) for seed, run in by_seed.items()}
-        groups.append(Group(label or recipe or first.folder.name, recipe, first.own.loop.ema, folders, scores))
+        both = [(groups[0].scores[seed], x) for seed, x in scores.items() if groups and seed in groups[0].scores]
+        test = paired(*zip(*both, strict=True)) if both else None
+        groups.append(Group(label or recipe or first.folder.name, recipe, first.own.loop.ema, folders, scores, test))
     return tuple(groups)
 
 
@@ -298,21 +242,6 @@ def _labelled(value: Any, name: str) -> str:
     return "".join(f"{parent}' " for parent in parents if parent in STARTS) + f"{last} {shown(value)}"
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
-
-
-def spread_of(values: Sequence[float] | NDArray[np.float64]) -> float:
-    """The standard deviation over seeds; NaN for one."""
-    return float(np.std(values, ddof=1)) if len(values) > 1 else float("nan")
-
-
-def with_spread(mean: float, spread: float, digits: int = 2) -> str:
-    """`72.17 ± 0.10`, or the mean alone for one seed."""
-    return f"{mean:.{digits}f}" + (f" ± {spread:.{digits}f}" if np.isfinite(spread) else "")
-
-
 @dataclass(frozen=True)
 class RobustnessComparison:
     """A comparison of groups for each measurement: `clean`, `fog`, `severity 3`, `fog:3`."""
@@ -323,12 +252,12 @@ class RobustnessComparison:
     def to_markdown(self) -> str:
         """A line for each attack, corruption and severity. Single cells are only in the JSON."""
         first = self.comparisons[self.shown[0]]
-        heads = [(f"{group.label}, seeds: {len(group.scores)}", "beside the first", "p") for group in first.groups]
-        found = {name: map(self.comparisons[name].cells, self.comparisons[name].groups) for name in self.shown}
-        rows = [[name, *chain.from_iterable(cells)] for name, cells in {"top-1, %": heads, **found}.items()]
-        rows = [[*row[:2], *row[4:]] for row in rows]  # the first group is not compared with itself
+        heads = [[f"{group.label}, seeds: {len(group.scores)}", "beside the first", "p"] for group in first.groups]
+        found = [(name, [group.cells for group in self.comparisons[name].groups]) for name in self.shown]
+        rows = [[name, *chain.from_iterable(cells)] for name, cells in [("top-1, %", heads), *found]]
+        columns, *rows = [[*row[:2], *row[4:]] for row in rows]  # the first group is not compared with itself
         about = f"On {first.split}: {first.settings}. Attacks are L∞, ε in levels of 255."
-        return f"{markdown([rows[0], ['---'] * len(rows[0]), *rows[1:]])}\n{about}\n"
+        return f"{markdown(columns, rows)}\n{about}\n"
 
     def to_dict(self) -> dict[str, Any]:
         comparisons = {name: found.to_dict() for name, found in self.comparisons.items()}
@@ -336,13 +265,14 @@ class RobustnessComparison:
 
 
 def compare_robustness(
-    folders: Sequence[Path | str], *, split: str = "test", score: str | None = None, weights: Weights = "last"
+    folders: Sequence[Path | str], *, split: str = "test", score: str | None = None, weights: Weights | None = None
 ) -> list[RobustnessComparison]:
     """Group runs by configuration and compare their results of `acutance robustness`.
 
     There is one comparison for each way in which all runs were measured: with drawn corruptions, with published files.
     `score` selects one cell or mean, such as `fog:3`, `fog` or `severity 3`.
     """
+    weights = weights or "last"
     runs = _read(folders, split, weights)
     measured = {run.folder: _tables(run.folder, split, weights) for run in runs}
     shared, listed = _in_all(measured)

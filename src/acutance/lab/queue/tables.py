@@ -10,11 +10,12 @@ from typing import Any
 
 from acutance.errors import AcutanceError
 from acutance.files.atomic import atomic_write
-from acutance.lab.evaluate.compare import markdown, sign_flip_p
-from acutance.lab.evaluate.statistics import holm, interval, paired_t
+from acutance.lab.evaluate.statistics import holm, paired_t, sign_flip_p
 from acutance.lab.queue.jobs import Block, Job, Queue, Row, digest_of
 from acutance.lab.queue.results import Results
 from acutance.lab.tasks import task_class
+from acutance.measure.intervals import margin_of
+from acutance.report.tables import markdown
 
 APART = 0.5  # rows whose means differ by no more are not separated, whatever p is
 SPLIT = {"tune": "val", "final": "test"}
@@ -71,13 +72,14 @@ def write_tables(file: Path, results: Results) -> list[Path]:
 
 def index(queue: Queue, lines: Mapping[str, Line]) -> str:
     """The index: which runs are done."""
-    rows = [["table", "kind", "rows", "seeds", "runs done"], ["---"] * 5]
+    rows = []
     for block in queue.block:
         jobs = list(block.jobs())
         done = f"{sum(job.key in lines for job in jobs)} of {len(jobs)}"
         rows.append([f"[{block.title}]({block.name}.md)", block.kind, str(len(block.row)), str(len(block.seeds)), done])
+    table = markdown(("table", "kind", "rows", "seeds", "runs done"), rows)
     told = "These pages are written by `acutance reproduce --queue docs/evidence/queue/queue.toml --tables`."
-    return f"# The queue\n\n{told} Every line of `results.jsonl` is one run.\n\n{markdown(rows)}"
+    return f"# The queue\n\n{told} Every line of `results.jsonl` is one run.\n\n{table}"
 
 
 def page(block: Block, lines: Mapping[str, Line]) -> str:
@@ -129,7 +131,7 @@ def scores(block: Block, rows: Sequence[RowResults]) -> str:
     }
     ps = {label: p for label, differences in pairs.items() if (p := paired_t(differences)) is not None}
     corrected = dict(zip(ps, holm([*ps.values()]), strict=True))
-    table = [columns, ["---"] * len(columns)]
+    table = []
     for each in rows:
         values, label = list(each.values(score).values()), each.row.label
         cells = [label, str(len(values)), with_interval(values)]
@@ -139,7 +141,7 @@ def scores(block: Block, rows: Sequence[RowResults]) -> str:
             found = map(_p, (ps.get(label), corrected.get(label), sign_flip_p(differences)))
             tests = [with_interval(differences, sign=True), *found, verdict(differences, corrected.get(label), better)]
         table.append([*cells, *tests])
-    return markdown(table)
+    return markdown(columns, table)
 
 
 def verdict(differences: Sequence[float], p: float | None, better: int) -> str:
@@ -181,10 +183,7 @@ def runs(rows: Sequence[RowResults]) -> str:
 
 
 def _table(rows: Sequence[RowResults], cells: Cells) -> str:
-    header = ["row", *cells]
-    return markdown(
-        [header, ["---"] * len(header), *([r.row.label, *(cell(r) for cell in cells.values())] for r in rows)]
-    )
+    return markdown(["row", *cells], ([r.row.label, *(cell(r) for cell in cells.values())] for r in rows))
 
 
 def _by_layer(row: RowResults, *, tap: str, metric: str) -> str:
@@ -211,8 +210,8 @@ def _median(row: RowResults, *, read: Callable[[Line], float | None]) -> str:
 def with_interval(values: Sequence[float], *, sign: bool = False) -> str:
     """`72.17 [71.9, 72.4]`, or the mean alone for one seed."""
     spec = "+.2f" if sign else ".2f"
-    mean, around = f"{fmean(values):{spec}}", interval(values)
-    return mean if around is None else f"{mean} [{around[0]:{spec}}, {around[1]:{spec}}]"
+    mean, half = fmean(values), margin_of(values)
+    return f"{mean:{spec}}" + ("" if math.isnan(half) else f" [{mean - half:{spec}}, {mean + half:{spec}}]")
 
 
 def _number(value: float) -> str:

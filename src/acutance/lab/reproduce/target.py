@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from acutance.lab.evaluate.compare import markdown, spread_of, with_spread
+from acutance.lab.evaluate.statistics import spread_of, with_spread
 from acutance.lab.files import finite
+from acutance.report.tables import markdown
 
 if TYPE_CHECKING:
     from acutance.lab.reproduce.run import Session
@@ -106,7 +107,7 @@ class Sheet:
         if any(line.note for line in self.lines):
             header.append("")
             rows = [[*cells, line.note] for cells, line in zip(rows, self.lines, strict=True)]
-        return markdown([header, ["---"] * len(header), *rows])
+        return markdown(header, rows)
 
     def to_dict(self) -> dict[str, Any]:
         rows, unknown = [], (float("nan"), float("nan"))

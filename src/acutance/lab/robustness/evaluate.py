@@ -26,7 +26,7 @@ from acutance.lab.robustness.filters import Draws
 from acutance.lab.tasks.classification import ClassificationConfig
 from acutance.lab.tasks.imagenet import ImageNetConfig, load_imagenet
 from acutance.measure.walk import track
-from acutance.report.tables import FittedTable, Result
+from acutance.report.tables import FittedTable, Result, markdown
 from acutance.sites.structure import evaluating
 from acutance.version import __version__
 
@@ -91,10 +91,8 @@ class RobustnessTable(Result):
 
     def markdown(self) -> str:
         rows = self.rows()
-        header = list(rows[0]) if rows else []
-        rule = ["---", *["---:"] * (len(header) - 1)]
-        lines = ["| " + " | ".join(cells) + " |" for cells in [header, rule, *(row.values() for row in rows)]]
-        return "\n".join([f"**{self.title}**", "", *lines, "", self.caption, ""])
+        lines = markdown([*rows[0]], [[*row.values()] for row in rows], numbers=True) if rows else ""
+        return f"**{self.title}**\n\n{lines}\n{self.caption}\n"
 
     def rows(self) -> list[dict[str, str]]:
         """Clean and attacked accuracy (without a severity), the corruptions, and their mean."""
