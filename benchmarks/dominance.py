@@ -14,25 +14,22 @@ import json
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import acutance as ac
 from acutance.explain import Outcome, Spectrum
-from acutance.io import centre_crop, image_batches, load
+from acutance.io import centre_crop, image_batches
 from acutance.lab.bench.results import Row, write_rows
 from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD
 from acutance.lab.data.seeds import mixed_seed
-from acutance.lab.demo import demo_config
+from acutance.lab.demo import demo_config, trained
 from acutance.lab.files import digest, finite
 from acutance.lab.tasks.classification import ClassificationTask
-from acutance.lab.train import train
 from acutance.lab.train.provenance import made
 from acutance.models import ViT
 
@@ -74,10 +71,9 @@ def trained_rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, Spectrum]
             yield explained(model, images, {**about, "state": "random"})
             start = time.perf_counter()
             with TemporaryDirectory() as folder:
-                train(config, folder, device=arguments.device, console=Console(file=StringIO()))
-                model = load(f"{folder}/model.safetensors").to(arguments.device)
-            trained = {"state": "trained", "epochs": arguments.epochs, "train_seconds": time.perf_counter() - start}
-            about |= trained | {"accuracy": task.evaluate(model, split="test")["top1"]}
+                model, task = trained(config, Path(folder), arguments.device)
+            about |= {"state": "trained", "epochs": arguments.epochs, "train_seconds": time.perf_counter() - start}
+            about |= {"accuracy": task.evaluate(model, split="test")["top1"]}
             yield explained(model, images, about)
 
 

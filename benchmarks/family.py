@@ -5,7 +5,6 @@
 Writes docs/evidence/family/family.csv, from which docs/figures.py makes the table of docs/remedies.md.
 """
 
-import csv
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, SwinConfig, SwinModel
 
 import acutance as ac
+from acutance.lab.bench.results import Row, write_rows
 from acutance.mitigations import REGISTRY, LayerShape
 
 OUT = Path(__file__).parents[1] / "docs" / "evidence" / "family" / "family.csv"
@@ -36,15 +36,8 @@ def bert() -> nn.Module:
 
 
 def swin() -> nn.Module:
-    sizes = {
-        "image_size": 32,
-        "patch_size": 4,
-        "embed_dim": 16,
-        "depths": [2, 2],
-        "num_heads": [2, 4],
-        "window_size": 4,
-    }
-    return SwinModel(SwinConfig(**sizes))
+    sizes = {"image_size": 32, "patch_size": 4, "window_size": 4}
+    return SwinModel(SwinConfig(**sizes, embed_dim=16, depths=[2, 2], num_heads=[2, 4]))
 
 
 def ids() -> Tensor:
@@ -80,7 +73,7 @@ def works(spec: str, kind: str) -> str:
     return "yes"
 
 
-def row(name: str, cls: type[ac.Mitigation]) -> dict[str, object]:
+def row(name: str, cls: type[ac.Mitigation]) -> Row:
     torch.manual_seed(0)
     model, images = vit().eval(), torch.randn(2, 3, 16, 16)
     before = model(images)
@@ -96,11 +89,7 @@ def row(name: str, cls: type[ac.Mitigation]) -> dict[str, object]:
 def main() -> None:
     warnings.simplefilter("ignore")
     rows = [row(name, cls) for name, cls in sorted(REGISTRY.items()) if name not in ("none", "eigen")]
-    OUT.parent.mkdir(parents=True, exist_ok=True)
-    with OUT.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(OUT, rows, {})
 
 
 if __name__ == "__main__":
