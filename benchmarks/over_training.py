@@ -11,7 +11,6 @@ symmetry.json; `acutance lab kernel` reads the same runs.
 """
 
 import argparse
-import json
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -23,8 +22,7 @@ from rich.progress import track
 
 from acutance.explain import symmetry_over
 from acutance.explain.weights import Norm
-from acutance.files.atomic import atomic_write
-from acutance.lab.bench.results import Row, write_rows
+from acutance.lab.bench.results import Row, write_record
 from acutance.lab.demo import demo_config, trained
 from acutance.lab.tasks.classification import ClassificationTask
 from acutance.lab.train import Config, Run
@@ -111,9 +109,7 @@ def write(rows: list[Row], records: list[Row], arguments: argparse.Namespace) ->
         "moved": "how far H is from what it was before training, relative to its norm then",
         "summary": found,
     }
-    atomic_write(arguments.out / "symmetry.json", json.dumps(body, indent=1, ensure_ascii=False).encode())
-    texts = [{k: f"{v:.5f}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
-    write_rows(arguments.out / "symmetry.csv", texts, {})
+    write_record(arguments.out / "symmetry", rows, ".5f", body)
     return found
 
 
