@@ -10,29 +10,25 @@ a JSON (figures per layer and head, hardware, versions, command) into docs/evide
 """
 
 import argparse
-import json
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import acutance as ac
 from acutance.explain import Outcome, Spectrum
-from acutance.io import centre_crop, image_batches, load
-from acutance.lab.bench.results import Row, write_rows
+from acutance.io import centre_crop, image_batches
+from acutance.lab.bench.results import Row, write_record
 from acutance.lab.data.imagenet import IMAGENET_MEAN, IMAGENET_STD
 from acutance.lab.data.seeds import mixed_seed
-from acutance.lab.demo import demo_config
-from acutance.lab.files import digest, finite
+from acutance.lab.demo import demo_config, trained
+from acutance.lab.files import digest
 from acutance.lab.tasks.classification import ClassificationTask
-from acutance.lab.train import train
 from acutance.lab.train.provenance import made
 from acutance.models import ViT
 
@@ -74,10 +70,9 @@ def trained_rows(arguments: argparse.Namespace) -> Iterator[tuple[Row, Spectrum]
             yield explained(model, images, {**about, "state": "random"})
             start = time.perf_counter()
             with TemporaryDirectory() as folder:
-                train(config, folder, device=arguments.device, console=Console(file=StringIO()))
-                model = load(f"{folder}/model.safetensors").to(arguments.device)
-            trained = {"state": "trained", "epochs": arguments.epochs, "train_seconds": time.perf_counter() - start}
-            about |= trained | {"accuracy": task.evaluate(model, split="test")["top1"]}
+                model, task = trained(config, Path(folder), arguments.device)
+            about |= {"state": "trained", "epochs": arguments.epochs, "train_seconds": time.perf_counter() - start}
+            about |= {"accuracy": task.evaluate(model, split="test")["top1"]}
             yield explained(model, images, about)
 
 
@@ -109,7 +104,7 @@ def explained(model: ViT, batches: Sequence[Tensor], about: Row) -> tuple[Row, S
 
 def by_layer(spectrum: Spectrum) -> list[Row]:
     """Every layer's family, dominance and outcome, without eigenvalues."""
-    plain = json.loads(spectrum.to_json())["layers"]
+    plain = spectrum.to_dict()["layers"]
     return [
         {"layer": s.layer, "family": s.family, "quantiles": s.quantiles, "symmetry": s.symmetry}
         | ({"dominance": found["dominance"]} if found.get("dominance") else {})
@@ -130,12 +125,8 @@ def in_words(found: Outcome) -> str:
 def write(rows: list[Row], layers: list[list[Row]], arguments: argparse.Namespace) -> None:
     trained = demo_config(*changed(arguments)).to_dict() if arguments.which == "trained" else None
     context = {**made("explained"), "device": arguments.device, "images": arguments.hashes, "demo": trained}
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"dominance-{arguments.which}"
     runs = [{**row, "layers": found} for row, found in zip(rows, layers, strict=True)]
-    path.with_suffix(".json").write_text(json.dumps(finite({**context, "runs": runs}), indent=1, ensure_ascii=False))
-    texts = [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
-    write_rows(path.with_suffix(".csv"), texts, {})
+    write_record(arguments.out / f"dominance-{arguments.which}", rows, ".6g", {**context, "runs": runs})
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ Writes docs/evidence/family/family.csv, from which docs/figures.py makes the tab
 """
 
 import argparse
-import csv
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, SwinConfig, SwinModel
 
 import acutance as ac
+from acutance.lab.bench.results import Row, write_rows
 from acutance.mitigations import REGISTRY, LayerShape
 
 NAMES = sorted(REGISTRY.keys() - {"none", "eigen"})
@@ -38,15 +38,8 @@ def bert() -> nn.Module:
 
 
 def swin() -> nn.Module:
-    sizes = {
-        "image_size": 32,
-        "patch_size": 4,
-        "embed_dim": 16,
-        "depths": [2, 2],
-        "num_heads": [2, 4],
-        "window_size": 4,
-    }
-    return SwinModel(SwinConfig(**sizes))
+    sizes = {"image_size": 32, "patch_size": 4, "window_size": 4}
+    return SwinModel(SwinConfig(**sizes, embed_dim=16, depths=[2, 2], num_heads=[2, 4]))
 
 
 def ids() -> Tensor:
@@ -82,7 +75,7 @@ def works(spec: str, kind: str) -> str:
     return "yes"
 
 
-def row(name: str, cls: type[ac.Mitigation]) -> dict[str, object]:
+def row(name: str, cls: type[ac.Mitigation]) -> Row:
     torch.manual_seed(0)
     model, images = vit().eval(), torch.randn(2, 3, 16, 16)
     before = model(images)
@@ -101,11 +94,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
-    rows = [row(name, REGISTRY[name]) for name in asked.only]
-    with asked.out.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(asked.out, [row(name, REGISTRY[name]) for name in asked.only], {})
 
 
 if __name__ == "__main__":

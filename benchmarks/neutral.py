@@ -9,21 +9,17 @@ images. Prints quantiles over layers and writes docs/evidence/neutral.json with 
 
 import argparse
 import json
-from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from acutance import sites
 from acutance.explain import ChangeReader
-from acutance.io import load, load_model
-from acutance.lab.demo import demo_config
-from acutance.lab.tasks.classification import ClassificationTask
-from acutance.lab.train import train
+from acutance.io import load_model
+from acutance.lab.demo import demo_config, trained
 from acutance.lab.train.provenance import made
 from acutance.measure.walk import walk
 
@@ -40,12 +36,9 @@ def changes(model: Any, batches: Any) -> dict[str, Any]:
     return {part: np.array([{"whole": at.whole, **at.parts}[part].by_sample for at in found]) for part in PARTS}
 
 
-def trained(seed: int) -> dict[str, Any]:
-    config = demo_config(f"loop.seed={seed}")
-    task = ClassificationTask(config.task, seed=seed, device=torch.device("cpu"))
+def of_digits(seed: int) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
-        train(config, folder, device="cpu", console=Console(file=StringIO()))
-        model = load(f"{folder}/model.safetensors")
+        model, task = trained(demo_config(f"loop.seed={seed}"), Path(folder))
     return changes(model, task.inputs("test", range(task.size("test"))).split(32))
 
 
@@ -62,7 +55,7 @@ def main() -> None:
         loaded = load_model(name)
         batches = loaded.text_batches(arguments.text, tokens=arguments.tokens, batch=4)
         found[loaded.name] = changes(loaded.model, batches)
-    runs = [trained(seed) for seed in range(arguments.seeds)]
+    runs = [of_digits(seed) for seed in range(arguments.seeds)]
     found |= {f"digits, seed {seed}": run for seed, run in enumerate(runs)}
     spreads = {name: {part: values.std(1, ddof=1) for part, values in of.items()} for name, of in found.items()}
     if len(runs) > 1:

@@ -11,8 +11,6 @@ symmetry.json; `acutance lab kernel` reads the same runs.
 """
 
 import argparse
-import json
-from io import StringIO
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -24,12 +22,10 @@ from rich.progress import track
 
 from acutance.explain import symmetry_over
 from acutance.explain.weights import Norm
-from acutance.files.atomic import atomic_write
-from acutance.io.saving import load
-from acutance.lab.bench.results import Row, write_rows
-from acutance.lab.demo import demo_config
+from acutance.lab.bench.results import Row, write_record
+from acutance.lab.demo import demo_config, trained
 from acutance.lab.tasks.classification import ClassificationTask
-from acutance.lab.train import Config, Run, train
+from acutance.lab.train import Config, Run
 from acutance.lab.train.checkpointer import checkpoint_paths, read_checkpoint
 from acutance.lab.train.provenance import made
 from acutance.sites import find
@@ -49,9 +45,8 @@ NORMS: dict[str, Norm] = {"symmetry": "ignore", "symmetry_with_norm": "fold"}
 
 def record_of(place: Path, variant: str, seed: int, config: Config) -> Row:
     """Train or resume one model, with a checkpoint before the first epoch and after every epoch."""
-    train(config, place, resume=Run(place).exists(), device="cpu", console=Console(file=StringIO()))
-    task = ClassificationTask(config.task, seed=0, device=torch.device("cpu"))
-    accuracy = task.evaluate(load(Run(place).model_path), split="test")["top1"]
+    model, task = trained(config, place)
+    accuracy = task.evaluate(model, split="test")["top1"]
     return {"variant": variant, "seed": seed, "accuracy": accuracy, "epochs": int(config.loop.epochs)}
 
 
@@ -114,9 +109,7 @@ def write(rows: list[Row], records: list[Row], arguments: argparse.Namespace) ->
         "moved": "how far H is from what it was before training, relative to its norm then",
         "summary": found,
     }
-    atomic_write(arguments.out / "symmetry.json", json.dumps(body, indent=1, ensure_ascii=False).encode())
-    texts = [{k: f"{v:.5f}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
-    write_rows(arguments.out / "symmetry.csv", texts, {})
+    write_record(arguments.out / "symmetry", rows, ".5f", body)
     return found
 
 

@@ -283,6 +283,7 @@ def bench(
     - end-to-end: images per second of the recipe for CIFAR-100, with augmentation (parts by batch: end-to-end-256,
       end-to-end-512, end-to-end-1024, end-to-end-2048).
     - augment: augmentation on the device. eigen: training with a negative spectrum, ViT-Ti⁻, against ViT-Ti.
+    - remedies: every remedy in DeiT-Ti against the plain model, not compiled.
     - micro: the fused attention and MLP alone, against PyTorch's and against their floor in bytes and FLOPs.
     - efficiency: NeuTRENO's FLOPs, memory and time against plain, at inference.
     - measure, monitor: `measure` against a forward pass and whole matrices; a monitor against a training step.

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from torch import nn
 
 from acutance.diagnose import Diagnosis, diagnose
 from acutance.diagnose.quality import Quality, measure_quality
@@ -51,6 +52,14 @@ Trained = tuple[Quality, Profile]  # test accuracy, image by image, and the meas
 def demo_config(*changes: str) -> Config:
     """The demo's configuration, with changes as `acutance train --set` takes them."""
     return override(recipes.load("digits"), [*CHANGES, *changes])
+
+
+def trained(config: Config, folder: Path, device: str = "cpu") -> tuple[nn.Module, ClassificationTask]:
+    """The model that this configuration trains, silently, and its task. The run in the folder is reused or resumes."""
+    run = Run(folder)
+    train(config, folder, resume=run.exists(), device=device, console=Console(quiet=True))
+    task = ClassificationTask(config.task, seed=config.loop.seed, device=torch.device(device))
+    return load(run.model_path).to(device), task
 
 
 def run_demo(

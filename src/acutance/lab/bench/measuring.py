@@ -202,8 +202,7 @@ def model_tables(settings: Settings) -> list[Table]:
 
 def monitor_tables(settings: Settings) -> list[Table]:
     """The cost of monitoring: a `Monitor`'s readings in units of a training step of its model."""
-    shape = shape_for(DEIT, settings)
-    shape = replace(shape, batch=IMAGE_BATCH) if settings.on_gpu else shape
+    shape = shape_for(DEIT, settings, batch=IMAGE_BATCH)
     title = f"readings of a monitor, {shape.title}, training at batch {shape.batch}"
     return [(title, _monitor_rows(shape, settings))]
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import platform
 import re
 import shlex
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from acutance.files.atomic import atomic_write
+from acutance.lab.files import finite
 
 Row = dict[str, Any]
 
@@ -69,3 +71,10 @@ def write_rows(path: Path, rows: Sequence[Row], shared: Mapping[str, Any]) -> Pa
     writer.writeheader()
     writer.writerows({**row, **shared} for row in rows)
     return atomic_write(path, text.getvalue().encode())
+
+
+def write_record(stem: Path, rows: Sequence[Row], spec: str, body: Mapping[str, Any]) -> None:
+    """Write stem.csv, with floats in this format, and stem.json."""
+    texts = [{k: format(v, spec) if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+    write_rows(stem.with_suffix(".csv"), texts, {})
+    atomic_write(stem.with_suffix(".json"), json.dumps(finite(body), indent=1, ensure_ascii=False).encode())

@@ -61,11 +61,11 @@ SHAPES = {
 }
 
 
-def shape_for(name: str, settings: Settings) -> Shape:
-    """A shape by name; at toy size on the CPU."""
+def shape_for(name: str, settings: Settings, batch: int | None = None) -> Shape:
+    """A shape by name, perhaps with another batch; at toy size on the CPU."""
     shape = SHAPES[name]
     if settings.on_gpu:
-        return shape
+        return replace(shape, batch=batch or shape.batch)
     title, timm = f"{shape.title.split(',')[0]} at toy size", {"model_name": shape.timm["model_name"], **TOY_TIMM}
     return Shape(title, partial(ViT, **TOY), timm, TOY["image_size"], TOY["num_classes"], batch=4)
 
@@ -149,8 +149,7 @@ def eigen_tables(settings: Settings) -> Iterator[Table]:
 
 def remedy_tables(settings: Settings) -> Iterator[Table]:
     """Every remedy with its default options in DeiT-Ti, not compiled and by torch's attention, as in most models."""
-    shape = shape_for("steps-224", settings)
-    shape = replace(shape, batch=256) if settings.on_gpu else shape
+    shape = shape_for("steps-224", settings, batch=256)
     names = [name for name in REGISTRY if name not in ("none", "eigen")]
     for what in ("training", "inference"):
         found = []
@@ -234,9 +233,7 @@ def augment_step(config: AugmentConfig, batch: int, settings: Settings, mode: st
 
 def efficiency_tables(settings: Settings) -> list[Table]:
     """FLOPs, memory and time at inference without compiling (https://arxiv.org/abs/2312.00751, appendix G.4)."""
-    shape = shape_for("steps-224", settings)
-    if settings.on_gpu:  # so large that kernels take longer than their launches
-        shape = replace(shape, batch=1024)
+    shape = shape_for("steps-224", settings, batch=1024)  # so large that kernels take longer than their launches
     title = f"efficiency of {shape.title}, batch {shape.batch}, inference, not compiled"
     return [(title, _efficiency_rows(shape, settings))]
 

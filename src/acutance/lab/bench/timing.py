@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -45,20 +45,77 @@ class Pace:
     calls: int = 1  # how often one step does the work; figures are per call
 
 
-@dataclass(frozen=True)
+@dataclass
 class Candidate:
-    """One row of a comparison."""
+    """One row of a comparison, and what has been measured of it."""
 
     variant: str
     make: Callable[[], Step]  # builds the step; `compare` warms it up
     mode: str = ""  # e.g. a mode of `torch.compile`
     baseline: bool = False  # the others are divided by the fastest baseline
     static: bool = False  # replayed from a CUDA graph, whose memory the allocator's peak does not see
+    step: Any = field(default=None, init=False)  # a Step, once it is prepared
+    peak: float | None = field(default=None, init=False)
+    pairs: list[tuple[float, float]] = field(default_factory=list, init=False)
+    failed: str = field(default="", init=False)  # a message, not the error, whose traceback keeps memory alive
 
     @property
     def name(self) -> str:
         """A name that is unique in its comparison."""
         return f"{self.variant}, {self.mode}" if self.mode else self.variant
+
+    def prepare(self, pace: Pace, device: str) -> None:
+        """Build it, warm it up and measure its memory, once."""
+        if self.step is not None or self.failed:
+            return
+        start = time.perf_counter()
+        gc.collect()  # a failed candidate may still hold memory
+        with self._noting_failure():
+            step = self.make()
+            repeat(step, pace.warm_up)
+            if torch.device(device).type == "cuda":
+                torch.cuda.synchronize()
+            self.peak = None if self.static else peak_mib(step, device)
+            self.step = step
+            self._say(f"ready after {time.perf_counter() - start:.0f} s")
+
+    def timed_beside(self, baseline: Step, pace: Pace, device: str) -> Iterator[None]:
+        """Yields after every repetition, and once if it fails."""
+        self.prepare(pace, device)
+        if self.step is not None:
+            with self._noting_failure():
+                for pair in paired(self.step, baseline, pace, device):
+                    self.pairs.append(pair)
+                    yield
+        if self.failed:
+            yield
+
+    def row(self, plain: Sequence[tuple[float, float]] | None, plain_peak: float | None) -> Row:
+        """A row of results; `plain` are the timings of the baseline if this is it."""
+        found = Row(variant=self.variant, mode=self.mode)
+        if plain:
+            found |= {**figures(plain), "ratios": "", "note": "the baseline"}
+        elif self.pairs:
+            found |= figures(self.pairs)
+        if self.failed:
+            found["note"] = f"left out: {self.failed}"
+        elif self.peak is not None:
+            ratio = f"{self.peak / plain_peak:.4f}" if plain_peak else ""
+            found |= {"peak_mib": f"{self.peak:.1f}", "memory_ratio": ratio}
+        return found
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """An error inside only affects this candidate; the others are still timed."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.failed = first_line(error)
+            self._say(f"left out: {self.failed}")
+
+    def _say(self, what: str) -> None:
+        print(f"{self.name}: {what}", file=sys.stderr, flush=True)
 
 
 def repeat(step: Step, times: int) -> None:
@@ -126,93 +183,27 @@ def compare(candidates: Sequence[Candidate], pace: Pace, device: str) -> Iterato
     The fastest baseline is chosen first. Then each candidate in turn is prepared and timed against it. A candidate that
     cannot run gets a row that says why.
     """
-    entries = [_Entry(candidate, pace, device) for candidate in candidates]
-    baselines = [entry for entry in entries if entry.candidate.baseline]
-    for entry in baselines:
-        entry.prepare()
-    ready = [entry for entry in baselines if entry.step is not None]
+    candidates = [replace(one) for one in candidates]  # so that steps and their memory go with the comparison
+    baselines = [one for one in candidates if one.baseline]
+    for one in baselines:
+        one.prepare(pace, device)
+    ready = [one for one in baselines if one.step is not None]
     if not ready:
-        failures = (f"{entry.candidate.name}: {entry.failed}" for entry in baselines)
+        failures = (f"{one.name}: {one.failed}" for one in baselines)
         raise RuntimeError("; ".join(failures) or "there is no baseline to compare with")
-    fastest = ready[0] if len(ready) == 1 else min(ready, key=lambda entry: timed(entry.step, pace, device))
+    fastest = ready[0] if len(ready) == 1 else min(ready, key=lambda one: timed(one.step, pace, device))
 
     def rows() -> list[Row]:
-        plain_peak = next((entry.peak for entry in baselines if entry.peak is not None), None)
-        plain = [(seconds, seconds) for entry in entries for _, seconds in entry.pairs]
-        shown = [entry for entry in entries if entry.candidate.baseline or entry.pairs or entry.failed]
-        return [entry.row(plain if entry is fastest else None, plain_peak) for entry in shown]
+        plain_peak = next((one.peak for one in baselines if one.peak is not None), None)
+        plain = [(seconds, seconds) for one in candidates for _, seconds in one.pairs]
+        shown = [one for one in candidates if one.baseline or one.pairs or one.failed]
+        return [one.row(plain if one is fastest else None, plain_peak) for one in shown]
 
-    for entry in entries:
-        if entry is not fastest:
-            yield from (rows() for _ in entry.timed_beside(fastest.step))
-    if not any(entry.pairs for entry in entries):  # a baseline alone is timed against itself
-        yield from (rows() for _ in fastest.timed_beside(fastest.step))
-
-
-@dataclass
-class _Entry:
-    """A candidate, and its measurements so far."""
-
-    candidate: Candidate
-    pace: Pace
-    device: str
-    step: Any = None  # a Step, once it is prepared
-    peak: float | None = None
-    pairs: list[tuple[float, float]] = field(default_factory=list)
-    failed: str = ""  # a message, not the error, whose traceback keeps memory alive
-
-    def prepare(self) -> None:
-        """Build it, warm it up and measure its memory, once."""
-        if self.step is not None or self.failed:
-            return
-        start = time.perf_counter()
-        gc.collect()  # a failed candidate may still hold memory
-        with self._noting_failure():
-            step = self.candidate.make()
-            repeat(step, self.pace.warm_up)
-            if torch.device(self.device).type == "cuda":
-                torch.cuda.synchronize()
-            self.peak = None if self.candidate.static else peak_mib(step, self.device)
-            self.step = step
-            self._say(f"ready after {time.perf_counter() - start:.0f} s")
-
-    def timed_beside(self, baseline: Step) -> Iterator[None]:
-        """Yields after every repetition, and once if it fails."""
-        self.prepare()
-        if self.step is not None:
-            with self._noting_failure():
-                for pair in paired(self.step, baseline, self.pace, self.device):
-                    self.pairs.append(pair)
-                    yield
-        if self.failed:
-            yield
-
-    def row(self, plain: Sequence[tuple[float, float]] | None, plain_peak: float | None) -> Row:
-        """A row of results; `plain` are the timings of the baseline if this is it."""
-        found = Row(variant=self.candidate.variant, mode=self.candidate.mode)
-        if plain:
-            found |= {**figures(plain), "ratios": "", "note": "the baseline"}
-        elif self.pairs:
-            found |= figures(self.pairs)
-        if self.failed:
-            found["note"] = f"left out: {self.failed}"
-        elif self.peak is not None:
-            ratio = f"{self.peak / plain_peak:.4f}" if plain_peak else ""
-            found |= {"peak_mib": f"{self.peak:.1f}", "memory_ratio": ratio}
-        return found
-
-    @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        """An error inside only affects this candidate; the others are still timed."""
-        try:
-            yield
-        except Exception as error:
-            traceback.print_exc()
-            self.failed = first_line(error)
-            self._say(f"left out: {self.failed}")
-
-    def _say(self, what: str) -> None:
-        print(f"{self.candidate.name}: {what}", file=sys.stderr, flush=True)
+    for one in candidates:
+        if one is not fastest:
+            yield from (rows() for _ in one.timed_beside(fastest.step, pace, device))
+    if not any(one.pairs for one in candidates):  # a baseline alone is timed against itself
+        yield from (rows() for _ in fastest.timed_beside(fastest.step, pace, device))
 
 
 def figures(pairs: Sequence[tuple[float, float]]) -> Row:

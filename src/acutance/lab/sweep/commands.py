@@ -82,7 +82,7 @@ def mitigate(
 
     Example: acutance mitigate hf:gpt2 neutreno:0.4,learn=head --fine-tune 100 --text wiki.txt --out gpt2-neutreno
     """
-    from acutance.diagnose.quality import NOT_MEASURED, objective_of
+    from acutance.diagnose.quality import NOT_MEASURED
     from acutance.io.loading import refuse_unsavable
     from acutance.lab.sweep.fine_tune import FineTune
     from acutance.lab.sweep.fine_tune import fine_tune as train_briefly
@@ -96,10 +96,7 @@ def mitigate(
         refuse_unsavable(model, out)
     loaded = options.load(model, head=True)
     batches = options.batches(loaded)
-    trained, held = how.split(batches)
-    objective = objective_of(loaded.model, held, quality)
-    lowered = objective_of(loaded.model, trained) if fine_tune else None
-    how.check(loaded.model, lowered)
+    trained, held, objective, lowered = how.prepare(loaded.model, batches, quality)
     before, profile = objective.measure(loaded.model, held) if objective else [], options.profile(loaded, held)
     handle = ac.mitigate(loaded.model, mitigation, layers=chosen, part=options.part)
     if lowered is not None:

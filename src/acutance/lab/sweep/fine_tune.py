@@ -8,13 +8,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from acutance.diagnose.quality import NOT_MEASURED, Objective
+from acutance.diagnose.quality import NOT_MEASURED, Objective, objective_of
 from acutance.errors import AcutanceError, NonFiniteError
 from acutance.lab.data.seeds import epoch_order
 from acutance.measure.walk import track
 from acutance.sites.mitigate import Handle
 
 Trained = Literal["all", "remedy"]
+Prepared = tuple[Sequence[Any], Sequence[Any], Objective | None, Objective | None]
 FASTER = 10  # times the rate of the other weights: what starts at the identity has a way to go in few steps
 WARM = 0.1  # share of the steps in which the learning rate rises; afterwards it falls to 0
 CLIP = 1.0  # norm of the gradients
@@ -36,23 +37,24 @@ class FineTune:
         if self.train not in get_args(Trained):
             raise AcutanceError(f"train {self.train!r} is not one of {', '.join(get_args(Trained))}")
 
-    def split(self, batches: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The batches to train on, which are the first half, and those to evaluate on; without steps all evaluate."""
+    def prepare(self, model: nn.Module, batches: Sequence[Any], quality: Any = None) -> Prepared:
+        """The batches to train on, which are the first half, those to evaluate on, and an objective for evaluation
+        and one for training. Without steps all batches evaluate. What cannot be trained is refused.
+        """
         half = len(batches) // 2 if self.steps else 0
         if self.steps and not half:
             raise AcutanceError(
                 f"{len(batches)} batch cannot be split into training and evaluation: take a smaller --batch"
             )
-        return batches[:half], batches[half:]
-
-    def check(self, model: nn.Module, objective: Objective | None) -> None:
-        """Refuse what cannot be trained, before anything is changed."""
-        if self.steps and objective is None:
+        objective = objective_of(model, batches[half:], quality)
+        lowered = objective_of(model, batches[:half]) if self.steps else None
+        if self.steps and lowered is None:
             raise AcutanceError(f"there is nothing to fine-tune for: {NOT_MEASURED}")
         halves = {parameter.dtype for parameter in model.parameters()} & {torch.float16, torch.bfloat16}
         if self.steps and halves:
             name = str(halves.pop()).removeprefix("torch.")
             raise AcutanceError(f"small steps are lost in {name} weights: load with dtype float32 to fine-tune")
+        return batches[:half], batches[half:], objective, lowered
 
 
 def fine_tune(

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from acutance import sites
-from acutance.diagnose.quality import Objective, labels_of, objective_of
+from acutance.diagnose.quality import Objective, labels_of
 from acutance.errors import AcutanceError, AcutanceWarning, first_line
 from acutance.lab.robustness.evaluate import digest_of, weights_digest
 from acutance.lab.sweep.fine_tune import FineTune, fine_tune
@@ -71,10 +71,7 @@ def sweep(
     check_model(model)
     if (carried := sites.mitigation_spec(sites.part_of(model, part))) is not None:
         raise AcutanceError(f"the model carries {carried!r} already: sweep a model without a mitigation")
-    trained, held = how.split(batches)
-    objective = objective_of(model, held, quality)
-    lowered = objective_of(model, trained, None) if how.steps else None
-    how.check(model, lowered)
+    trained, held, objective, lowered = how.prepare(model, batches, quality)
     about = describe(model, part) | dict(context or {})
     about |= {"seed": seed, "weights": weights_digest(model), "fine_tune": asdict(how)}
     about["quality"], ends = list(objective.names) if objective else [], (batches[0], batches[-1])
@@ -85,9 +82,9 @@ def sweep(
     about["split"] = f"{len(trained)} batches train and {len(held)} others evaluate" if how.steps else "no fine-tune"
     table = _begun(path, about)
     missing = [spec for spec in specs if spec not in [trial.spec for trial in table.trials]]
+    bench = _Bench(model, trained, held, objective, lowered, how, part)
     with ExitStack() as stack:
         for spec in track(missing, "sweep" if progress else None, stack):
-            bench = _Bench(model, trained, held, objective, lowered, how, part)
             table = replace(table, trials=(*table.trials, bench.trial(spec, given.get(spec, spec))))
             if path is not None:
                 table.save(path)
@@ -126,15 +123,17 @@ def from_identity(remedy: Mitigation) -> str | None:
     return f"{unset[0]}={FROM_IDENTITY[unset[0]]}" if unset else None
 
 
+@dataclass(frozen=True)
 class _Bench:
     """One model and its data, on which remedies are tried."""
 
-    def __init__(
-        self, model: nn.Module, trained: Sequence[Any], held: Sequence[Any], objective: Objective | None,
-        lowered: Objective | None, how: FineTune, part: str | None,
-    ) -> None:  # fmt: skip
-        self.model, self.trained, self.held, self.part = model, trained, held, part
-        self.objective, self.lowered, self.how = objective, lowered, how
+    model: nn.Module
+    trained: Sequence[Any]
+    held: Sequence[Any]
+    objective: Objective | None
+    lowered: Objective | None
+    how: FineTune
+    part: str | None
 
     def trial(self, spec: str, remedy: str | Mitigation) -> Trial:
         """What a remedy does; whatever keeps it from working is the reason in its row."""
