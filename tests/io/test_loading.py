@@ -90,7 +90,9 @@ def test_our_own_models_read_images_or_the_digits(pictures: Path, tmp_path: Path
     assert batch.std() > 0.5, "normalised"
     digits = ViT(image_size=8, in_chans=1, **sizes)
     loaded = load_model(str(ac.save(digits, tmp_path / "digits.safetensors")), dtype="float64")
-    assert loaded.model(batches_for(loaded)[0]).dtype == torch.float64
+    batch, labels = batches_for(loaded)[0]
+    assert loaded.model(batch).dtype == torch.float64
+    assert labels.shape == batch.shape[:1]
     with pytest.raises(AcutanceError, match="the model has 1 channels"):
         loaded.image_batches(pictures)[0]
 
@@ -316,12 +318,13 @@ def test_a_run_that_is_not_finished_says_how_to_go_on(tmp_path: Path) -> None:
 def test_a_run_is_read_on_its_test_data_as_in_training(tmp_path: Path) -> None:
     loaded = load_model(begun(tmp_path / "run", "digits"), dtype="float64")
     batches = batches_for(loaded, batch=30, limit=70)
-    assert [len(batch) for batch in batches] == [30, 30, 10]
+    given, labels = zip(*batches, strict=True)
+    assert [len(batch) for batch in given] == [len(batch) for batch in labels] == [30, 30, 10]
     assert batches.description == "70 test samples of digits, as the run has them"
     test = load_images("digits", None, "test")
     prepared = normalise(test.images.float(), torch.tensor(test.mean), torch.tensor(test.std)).double()
-    assert all(any(torch.equal(image, one) for one in prepared) for image in batches[0])
-    assert len(set(map(tuple, torch.cat(list(batches)).flatten(1).tolist()))) > 60, "different images"
+    assert all(any(torch.equal(image, one) for one in prepared) for image in given[0])
+    assert len(set(map(tuple, torch.cat(given).flatten(1).tolist()))) > 60, "different images"
     assert "embedded digits" in batches_for(loaded, data="digits").description
     with pytest.raises(AcutanceError, match="is not to read"):
         batches_for(loaded, images=tmp_path, data_dir=tmp_path)
@@ -336,7 +339,7 @@ def test_a_language_model_gets_windows_of_its_corpus_which_may_have_moved(tmp_pa
         (data / "wikitext-2" / f"wiki.{part}.tokens").write_text(" the cat sat on the mat \n" * 60)
     changes = (f"task.data_dir={data}", "task.val_stride=16", "task.length=16")
     loaded = load_model(begun(tmp_path / "run", "wikitext2", *changes))
-    (batch,) = batches_for(loaded, limit=5)
+    ((batch,),) = batches_for(loaded, limit=5)
     assert (batch.shape, batch.dtype) == ((5, 16), torch.int64)
     loaded.model(batch)
     data.rename(tmp_path / "elsewhere")

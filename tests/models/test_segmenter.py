@@ -66,7 +66,7 @@ def test_each_part_is_measured_and_mitigated_by_name(part, depth, special):
     assert last.mean == pytest.approx(float(ac.metrics.token_cosine(patches).mean()), rel=1e-9)
     plain = model(images())
     with ac.mitigate(model, "neutreno:0.6", part=part) as handle:
-        assert handle.layers == tuple(range(1, depth + 1))
+        assert handle.layers == tuple(range(2, depth + 1)), "layer 1's own values are v⁰"
         assert not torch.equal(model(images()), plain)
     assert torch.equal(model(images()), plain)
     fed = images() if part == "encoder" else model.encoder(images())[:, 1:]
