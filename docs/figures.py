@@ -751,7 +751,8 @@ def confusion_table() -> Iterator[str]:
 
 
 def said_table() -> Iterator[str]:
-    for said in planting()[0]["said"]:
+    trained = json.loads((EVIDENCE / "diagnose" / "cifar100.json").read_text("utf-8"))
+    for said in [*planting()[0]["said"], *trained["said"]]:
         findings = "; ".join(f"{found['name']} ({found['severity']})" for found in said["findings"])
         yield line(said["model"], said["data"], said["headline"], findings or "none")
 
