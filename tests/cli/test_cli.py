@@ -208,8 +208,12 @@ def test_compare_takes_files_and_models_and_leaves_scores_to_runs(
     assert status == 0, complaint
     assert printed.startswith(f"{checkpoint.parent.name}/model.safetensors + neutreno:0.6")
     assert "paired over 9 samples" in printed
+    assert "accuracy" not in printed, "a file of a profile has none"
     assert [d.layer for d in Comparison.load(tmp_path / "c.json").differences] == [0, 1, 2]
     assert printed.splitlines()[0] in re.sub("<[^>]*>", "", (tmp_path / "c.html").read_text())
+    status, printed, complaint = here("compare", plain, checkpoint, *SHORT)
+    judged = r"\n\S+ \+ neutreno:0.6: accuracy \S+ → \S+ %, .*: (better|worse|no clear change)\n"
+    assert re.search(judged, printed), printed
     for arguments, message in [
         ((plain,), "takes two or more"),
         ((plain, checkpoint, "--split", "val"), "options on scores are for folders of runs alone"),

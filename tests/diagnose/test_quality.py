@@ -238,3 +238,20 @@ def test_a_users_function_and_the_models_own_loss():
     }.items():
         with pytest.raises(AcutanceError, match=said):
             measure_quality(model, [(images,)], name)
+
+
+def test_a_comparison_of_models_says_how_their_quality_differs():
+    data = [(torch.randn(6, 3, 8, 8), torch.randint(5, (6,))) for _ in range(2)]
+    torch.manual_seed(0)
+    sizes = {"image_size": 8, "patch_size": 4, "dim": 12, "depth": 2, "heads": 3, "num_classes": 5}
+    one, other = (ac.models.ViT(**sizes).eval() for _ in range(2))
+    how = {"metrics": ["token_cosine"], "progress": False}
+    found = ac.compare(one, other, batches=data, **how)
+    pairs = zip(*(measure_quality(model, data) for model in (one, other)), strict=True)
+    lines = [f"ViT (2): {a.to(b)}: {a.change(b).verdict}" for a, b in pairs]
+    assert found.context["quality"] == lines
+    assert all(line in found.headline for line in lines)
+    unlabelled = ac.compare(
+        one, other, batches=[images for images, _ in data], metrics=["token_cosine"], progress=False
+    )
+    assert "quality not measured" in unlabelled.headline

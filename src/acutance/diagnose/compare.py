@@ -2,12 +2,14 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from acutance.diagnose.quality import NOT_MEASURED, Quality, measure_quality
 from acutance.errors import AcutanceError
 from acutance.files.atomic import read_bytes
 from acutance.io.loading import load_model
@@ -19,7 +21,7 @@ from acutance.measure.profile import Profile
 def compare(*what: Any, batches: Iterable[Any] | None = None, **options: Any) -> Comparison:
     """How each differs from the first, layer by layer: a table of differences with intervals, and a sentence.
 
-    Differences are paired over samples where both have read the same ones.
+    Differences are paired over samples where both have read the same ones. Of models the quality is compared too.
 
     Args:
         what: two or more profiles, diagnoses or other results with a `profile`, files of these, models, or names of
@@ -30,7 +32,19 @@ def compare(*what: Any, batches: Iterable[Any] | None = None, **options: Any) ->
     """
     if len(what) < 2:
         raise AcutanceError(f"compare takes two or more profiles, diagnoses, runs or models, got {len(what)}")
-    return compared(*(_profile(one, batches, options) for one in what))
+    profiles, qualities = zip(*(_measured(one, batches, options) for one in what), strict=True)
+    return with_quality(compared(*profiles), qualities)
+
+
+def with_quality(comparison: Comparison, qualities: Sequence[list[Quality] | None]) -> Comparison:
+    """A comparison that says how the quality of models differs from the first's; None stands for what is no model."""
+    first, *others = qualities
+    lines = []
+    for name, found in zip([*comparison.profiles][1:], others, strict=True):
+        pairs = [(a, b) for a in first or () for b in found or () if (a.name, a.weights) == (b.name, b.weights)]
+        lines += [f"{name}: {a.to(b)}: {a.change(b).verdict}" for a, b in pairs]
+        lines += [f"{name}: {NOT_MEASURED}"] if not pairs and None not in (first, found) else []
+    return replace(comparison, context={**comparison.context, **({"quality": lines} if lines else {})})
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
@@ -46,19 +60,21 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
     return Profile(profile.readings, {"name": Path(path).stem, **profile.context})
 
 
-def _profile(one: Any, batches: Iterable[Any] | None, options: dict[str, Any]) -> Profile:
+def _measured(one: Any, batches: Any, options: dict[str, Any]) -> tuple[Profile, list[Quality] | None]:
     found = getattr(one, "profile", one)
     if isinstance(found, Profile):
-        return found
+        return found, None
     if isinstance(one, (str, os.PathLike)):
         if Path(one).suffix == ".json":
-            return read_profile(one)
-        loaded = load_model(str(one))
+            return read_profile(one), None
+        loaded = load_model(str(one), head=True)
         own = next(iter(loaded.data.values()), None)
-        profile = _profile(loaded.model, own() if batches is None and own is not None else batches, options)
-        return Profile(profile.readings, {**profile.context, "name": loaded.name})
+        given = own() if batches is None and own is not None else batches
+        profile, qualities = _measured(loaded.model, given, options)
+        return Profile(profile.readings, {**profile.context, "name": loaded.name}), qualities
     if not isinstance(one, nn.Module):
         raise AcutanceError(f"compare takes profiles, diagnoses, models or names of them, not {type(one).__name__}")
     if batches is None:
         raise AcutanceError("to compare models say what they read: compare(model, other, batches=[…])")
-    return measure(one, batches, **options)
+    read = batches if hasattr(batches, "__getitem__") else [*batches]
+    return measure(one, read, **options), measure_quality(one, read)

@@ -61,13 +61,19 @@ def compare(
         raise AcutanceError(f"compare takes two or more, got {what[0]} alone")
     for model in [one for one in what if not one.endswith(".json")]:
         options.check(model)
-    from acutance.diagnose.compare import compare as compared
+    from acutance.diagnose.compare import read_profile, with_quality
+    from acutance.diagnose.quality import measure_quality
+    from acutance.measure.comparison import compared
 
-    def measured(model: str) -> Any:
-        loaded = options.load(model)
-        return options.profile(loaded, options.batches(loaded, data))
+    def measured(model: str) -> tuple[Any, Any]:
+        if model.endswith(".json"):
+            return read_profile(model), None
+        loaded = options.load(model, head=True)
+        batches = options.batches(loaded, data)
+        return options.profile(loaded, batches), measure_quality(loaded.model, batches)
 
-    show(compared(*(one if one.endswith(".json") else measured(one) for one in what)), json_path, html_path)
+    profiles, qualities = zip(*map(measured, what), strict=True)
+    show(with_quality(compared(*profiles), qualities), json_path, html_path)
 
 
 def compare_runs(

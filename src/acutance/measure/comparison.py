@@ -63,7 +63,7 @@ class Comparison(Result):
 
     @property
     def headline(self) -> str:
-        """What the comparison shows, in a sentence about the last layer."""
+        """What the comparison shows, in a sentence about the last layer; then how quality differs, if that is known."""
         name, first = next(iter(self.profiles.items()))
         shown = {(r.tap, r.metric) for r in main_curve(first)}
         last = {d.run: d for d in self.differences if (d.tap, d.metric) in shown}
@@ -71,7 +71,7 @@ class Comparison(Result):
             f"{_words(d, name)} after layer {d.layer}: {d.metric} {short(d.other)} beside {short(d.first)} ({d})"
             for d in last.values()
         ]
-        return f"{'; '.join(said)}." if said else ""
+        return "\n".join([*([f"{'; '.join(said)}."] if said else []), *self.context.get("quality", ())])
 
     def table(self) -> FittedTable:
         found, columns = self.differences, ("run", "tap", "layer")
