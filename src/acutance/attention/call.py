@@ -14,7 +14,7 @@ from acutance.errors import AcutanceError, ShapeError
 
 MISSING = object()  # what `first` holds where the first layer's values are not known
 MOST_TOKENS = 1024  # of a matrix that a mitigation forms, unless it is told to
-CACHE = "it needs earlier outputs, which no cache keeps: generate with use_cache=False"
+CACHE = "A cache keeps no earlier outputs: generate with use_cache=False"
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
@@ -169,13 +169,13 @@ class AttentionCall:
 
     def among_seen(self, q: Tensor, k: Tensor, scale: float = 1.0) -> AttentionOperator:
         """Attention of one head among tokens (batch, tokens, any), over those that each sees in the model's own."""
-        seen = None if self.mask is None and self.q is not None else self.visible()
+        seen = self.visible()
         first = None if seen is None else seen[:, :1]
         return AttentionOperator(q[:, None], k[:, None], mask=first, causal=self.causal, scale=scale)
 
     def seen_mean(self, x: Tensor) -> Tensor:
         """The mean of the tokens x (batch, tokens, dim) that each token can see; one row where all see the same."""
-        if self.q is not None and self.mask is None and not self.causal:
+        if not self.causal and self.visible() is None:
             return x.mean(dim=-2, keepdim=True)
         zeros = torch.zeros_like(x[..., :1])
         return self.among_seen(zeros, zeros).apply(x[:, None])[:, 0]
@@ -186,8 +186,10 @@ class AttentionCall:
             self._refuse_hidden(mitigation)
         asked = self.q if self.q is not None else self.logits
         if "square" in mitigation.requires and asked is not None and asked.shape[2] != self.v.shape[2]:
-            why = f"its {self.v.shape[2]} keys are not of its {asked.shape[2]} queries' tokens alone"
-            raise AcutanceError(f"{self.name}: {mitigation.spec} applies A to its own output, but {why}. {CACHE}")
+            why = f"{asked.shape[2]} queries have {self.v.shape[2]} keys"
+            raise AcutanceError(
+                f"{self.name}: {mitigation.spec} needs keys of the queries' tokens alone, but {why}. {CACHE}"
+            )
         if "previous_values" in mitigation.requires and self.previous is None and self.layer > 1:
             raise AcutanceError(
                 f"{self.name}: {mitigation.spec} needs the layer before, which has none of it: name consecutive layers "
@@ -196,7 +198,7 @@ class AttentionCall:
 
     def _refuse_hidden(self, mitigation: Any) -> None:
         """Refuse a mean over all tokens where some of them are hidden from others."""
-        visible = None if self.causal or (self.mask is None and self.q is not None) else self.visible()
+        visible = None if self.causal else self.visible()
         if self.causal or (visible is not None and (torch.compiler.is_compiling() or not bool(visible.all()))):
             why = "a mask hides some (padding, the future): give batches without padding, uncompiled if there is a mask"
             raise AcutanceError(f"{mitigation.spec} averages over all tokens, but {why}; attnscale knows masks")

@@ -19,7 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from acutance.errors import import_extra
+from acutance.errors import AcutanceError, import_extra
 from acutance.files.atomic import atomic_write, read_json
 
 if TYPE_CHECKING:
@@ -136,6 +136,16 @@ class Result(ABC):
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read what `save` wrote."""
         return read_json(path, cls.FORMAT, cls.from_dict)
+
+    def resumed(self, path: str | os.PathLike[str] | None, otherwise: str) -> Self:
+        """What an interrupted run has saved there, or this, its empty start. Another context is refused."""
+        if path is None or not Path(path).exists():
+            return self
+        found, own = self.load(path), self.context
+        if differing := [key for key in {**own, **found.context} if own.get(key) != found.context.get(key)]:
+            shown = "; ".join(f"{key}: there {found.context.get(key)}, here {own.get(key)}" for key in differing)
+            raise AcutanceError(f"{path} {otherwise} ({shown}): name another file with --json, or remove it")
+        return found
 
 
 def short(x: float, like: float | None = None) -> str:

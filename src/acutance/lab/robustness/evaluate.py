@@ -174,7 +174,7 @@ def evaluate(
         "versions": {"acutance": __version__, "torch": torch.__version__, "numpy": np.__version__},
         **(context or {}),
     }
-    table = _begun(path, known)
+    table = RobustnessTable({}, known).resumed(path, "was measured differently")
     mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (images.mean, images.std))
 
     def scores(shown: Tensor) -> Any:
@@ -254,18 +254,6 @@ def _accuracy(model: Callable[[Tensor], Any], images: Images, part_of: Callable[
             raise NonFiniteError("the model's scores are not finite: accuracy would mean nothing")
         right += int((scores.argmax(-1) == labels).sum())
     return 100 * right / len(images)
-
-
-def _begun(path: str | os.PathLike[str] | None, context: Mapping[str, Any]) -> RobustnessTable:
-    """The table at `path`. A table of other weights, images or settings is refused."""
-    if path is None or not Path(path).exists():
-        return RobustnessTable({}, context)
-    found = RobustnessTable.load(path)
-    differing = [key for key in {**context, **found.context} if context.get(key) != found.context.get(key)]
-    if differing:
-        shown = "; ".join(f"{key}: there {found.context.get(key)}, here {context.get(key)}" for key in differing)
-        raise AcutanceError(f"{path} was measured differently ({shown}): name another file with --json, or remove it")
-    return found
 
 
 def weights_digest(model: nn.Module) -> str:

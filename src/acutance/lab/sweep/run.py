@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from math import isfinite
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -80,7 +79,7 @@ def sweep(
     )
     about["batches"] = [len(trained), len(held)]
     about["split"] = f"{len(trained)} batches train and {len(held)} others evaluate" if how.steps else "no fine-tune"
-    table = _begun(path, about)
+    table = Sweep((), about).resumed(path, "is another sweep")
     missing = [spec for spec in specs if spec not in [trial.spec for trial in table.trials]]
     bench = _Bench(model, trained, held, objective, lowered, how, part)
     with ExitStack() as stack:
@@ -193,15 +192,3 @@ def _forward_cost(model: nn.Module, batch: Any) -> tuple[float, float]:
         feed(model, batch)
     torch.cuda.synchronize(device)
     return time.perf_counter() - began, float(torch.cuda.max_memory_allocated(device) - before)
-
-
-def _begun(path: str | os.PathLike[str] | None, about: Mapping[str, Any]) -> Sweep:
-    """What an interrupted sweep has finished. A file of another model, other data or settings is refused."""
-    if path is None or not Path(path).exists():
-        return Sweep((), about)
-    found = Sweep.load(path)
-    differing = [key for key in {**about, **found.context} if about.get(key) != found.context.get(key)]
-    if differing:
-        shown = "; ".join(f"{key}: there {found.context.get(key)}, here {about.get(key)}" for key in differing)
-        raise AcutanceError(f"{path} is another sweep ({shown}): name another file, or remove it")
-    return found
